@@ -1,0 +1,42 @@
+"""The CPU backend: torch on the CPU, every feature, and float64 on request."""
+
+from collections.abc import Sequence
+
+import torch
+
+from splitkv.backends.base import Backend
+from splitkv.common.call import DecodeCall
+from splitkv.common.plan import SplitPlan
+from splitkv.common.profile import CPU, DeviceProfile
+from splitkv.common.spec import FLOAT_DTYPES, Feature
+from splitkv.common.state import PartialState, merge_states_torch
+from splitkv.common.support import Range, Support
+
+
+class CpuBackend(Backend):
+    """Torch on the CPU."""
+
+    name = "cpu"
+    device_type = "cpu"
+    support = Support(
+        dtypes=FLOAT_DTYPES,
+        kv_dtypes=FLOAT_DTYPES,
+        head_dim=Range(),
+        head_dim_v=Range(),
+        group=Range(),
+        page_size=Range(),
+        num_queries=Range(),
+        features=dict.fromkeys(Feature, None),
+    )
+
+    def missing(self) -> str | None:
+        return None
+
+    def profile(self) -> DeviceProfile:
+        return CPU
+
+    def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
+        raise NotImplementedError
+
+    def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
+        return merge_states_torch(states)

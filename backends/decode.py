@@ -1,0 +1,203 @@
+"""The way of one call: check, select, plan, compute. Nothing here looks back at what a later stage did."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from splitkv.backends.base import Backend
+from splitkv.backends.registry import BACKENDS, select
+from splitkv.common.cache import Cache, RingCache
+from splitkv.common.call import DecodeCall
+from splitkv.common.plan import SplitPlan
+from splitkv.common.spec import DecodeSpec
+from splitkv.common.state import PartialState, merge_states_torch
+from splitkv.common.validate import Validate, check_call, check_sinks
+
+
+def decode(
+    q: Tensor,
+    cache: Cache | RingCache,
+    spec: DecodeSpec,
+    *,
+    plan: SplitPlan | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    backend: str | None = None,
+    validate: str | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few queries over a long cached history.
+
+    q: [B, H, D] (S = 1), [B, S, H, D], or [T, H, D] with ``cu_seqlens_q`` int [B + 1]. alibi_slopes: [H] or [B, H]. attn_bias:
+    [B or 1, H or 1, S, n] and attn_mask: bool [B, S, n], for the last n positions of each request. sinks: [H], one unscaled
+    logit per query head. k_scale, v_scale: [1], [K] or [B, K]. out: like q with Dv; lse: float32 [B, (S,) H]; both are written in place
+    where given. plan: from ``Backend.plan``, shared by all layers of a step (neither split argument goes with it).
+    validate: "full" (default on CPU), "shapes" (default elsewhere) or "none".
+
+    Returns:
+        ``(out, lse)``: out in q's shape with Dv and q's dtype, lse float32 [B, (S,) H], natural log, the one ``out`` is
+        normalised by (sinks included). A row that sees nothing is (0, -inf).
+
+    Raises:
+        ValueError: malformed, with argument, value and limit.
+        UnsupportedError: well formed, and refused by ``backend`` (or by all), with every reason.
+    """
+    chosen, call, plan = _prepare(
+        _call(q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale),
+        plan,
+        num_splits,
+        split_size,
+        backend,
+        validate,
+    )
+    check_sinks(sinks, spec, q.device)
+    squeezed = call.q is not q
+    _check_destination("out", out, (*q.shape[:-1], spec.head_dim_v), q.dtype, q.device)
+    _check_destination("lse", lse, tuple(q.shape[:-1]), _lse_dtype(q), q.device)
+    result, result_lse = chosen.decode(
+        call,
+        plan,
+        sinks=sinks,
+        out=out[:, None] if squeezed and out is not None else out,
+        lse=lse[:, None] if squeezed and lse is not None else lse,
+    )
+    if squeezed:
+        result, result_lse = result[:, 0], result_lse[:, 0]
+    return (result if out is None else out), (result_lse if lse is None else lse)
+
+
+def partial(
+    q: Tensor,
+    cache: Cache | RingCache,
+    spec: DecodeSpec,
+    *,
+    plan: SplitPlan | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    backend: str | None = None,
+    validate: str | None = None,
+) -> PartialState:
+    """The state of the queries over this cache, to be merged with others; arguments as for ``decode``. Never holds a sink.
+
+    Returns:
+        ``PartialState`` with max, lse [B, (S,) H] and out [B, (S,) H, Dv], float32.
+    """
+    if spec.sinks:
+        raise ValueError("a partial state never holds a sink: use a spec with sinks=False and give the sinks to finish()")
+    chosen, call, plan = _prepare(
+        _call(q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale),
+        plan,
+        num_splits,
+        split_size,
+        backend,
+        validate,
+    )
+    state = chosen.partial(call, plan)
+    if call.q is not q:
+        state = PartialState(state.max[:, 0], state.lse[:, 0], state.out[:, 0])
+    return state
+
+
+def merge_states(states: Sequence[PartialState] | PartialState) -> PartialState:
+    """Merge states of the same queries over disjoint keys, on the device where they are.
+
+    states: a list, or one state whose first axis stacks them.
+
+    Raises:
+        ValueError: no state, or states that differ in shape, dtype or device.
+    """
+    first = states if isinstance(states, PartialState) else (states[0] if states else None)
+    if first is not None:
+        for backend in BACKENDS:
+            if backend.device_type == first.lse.device.type and backend.missing() is None:
+                return backend.merge(states)
+    return merge_states_torch(states)
+
+
+def _call(
+    q: Tensor,
+    cache: Cache | RingCache,
+    spec: DecodeSpec,
+    cu_seqlens_q: Tensor | None,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    attn_mask: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> DecodeCall:
+    if isinstance(cache, RingCache):
+        cache = cache.as_paged()
+    if not spec.packed_queries and q.ndim == 3:
+        q = q[:, None]
+    return DecodeCall(
+        q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale
+    )
+
+
+def _prepare(
+    call: DecodeCall,
+    plan: SplitPlan | None,
+    num_splits: int | None,
+    split_size: int | None,
+    backend: str | None,
+    validate: str | None,
+) -> tuple[Backend, DecodeCall, SplitPlan | None]:
+    level = _level(validate, call.q.device)
+    if plan is not None and (num_splits is not None or split_size is not None):
+        raise ValueError("plan fixes the splits already: give plan, num_splits or split_size, only one of them")
+    if plan is not None and (chosen := plan.bound.get(_binding(call, backend))) is not None:
+        assert isinstance(chosen, Backend)
+        return chosen, call, plan
+    check_call(call, plan, level)
+    chosen = select(call.spec, call.q.device, backend)
+    if plan is None:
+        plan = chosen.plan_for(call, num_splits=num_splits, split_size=split_size)
+    else:
+        plan.bound[_binding(call, backend)] = chosen
+    return chosen, call, plan
+
+
+def _binding(call: DecodeCall, backend: str | None) -> tuple[object, ...]:
+    """What must be unchanged for a call with a bound plan to skip the checks: shapes, never values."""
+    cache = call.cache
+    return (call.spec, backend, call.q.shape, call.q.dtype, cache.k.shape, cache.v.shape, cache.k.dtype)
+
+
+def _level(validate: str | None, device: torch.device) -> Validate:
+    if validate is None:
+        return Validate.FULL if device.type == "cpu" else Validate.SHAPES
+    known = [level.value for level in Validate]
+    if validate not in known:
+        raise ValueError(f"unknown validate {validate!r}, known: {known}")
+    return Validate(validate)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _check_destination(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(
+            f"{name} must be {list(shape)} {dtype} on {device}, "
+            f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )

@@ -1,0 +1,216 @@
+"""What is fixed for a layer: head counts, head dims, dtypes, cache layout, masking, quantisation.
+
+Shape letters used everywhere: B requests, S queries per request, H query heads, K kv heads, G = H / K,
+D and Dv head dims, T cached tokens, P page size, N splits.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+
+import torch
+
+
+class Layout(Enum):
+    """How K and V lie in memory; never guessed."""
+
+    BSND = "BSND"
+    """dense [B, T, K, D]"""
+    BNSD = "BNSD"
+    """dense [B, K, T, D]"""
+    PACKED = "packed"
+    """[sum of T, K, D] with cu_seqlens_k [B + 1]"""
+    NHD = "NHD"
+    """pages [pages, P, K, D] with a block table"""
+    HND = "HND"
+    """pages [pages, K, P, D] with a block table"""
+
+    @property
+    def paged(self) -> bool:
+        return self in (Layout.NHD, Layout.HND)
+
+
+class Feature(Enum):
+    """One row of the support matrix; the value is the row's text."""
+
+    DENSE = "dense cache (BSND, BNSD)"
+    PACKED = "packed cache (cu_seqlens_k)"
+    PAGED = "paged cache (NHD, HND)"
+    MULTI_QUERY = "several queries per request (S > 1)"
+    PACKED_QUERIES = "ragged queries (cu_seqlens_q)"
+    NON_CAUSAL = "no causal mask (causal=False, S > 1)"
+    SLIDING_WINDOW = "sliding window"
+    ANCHORS = "anchor tokens with a window"
+    SOFT_CAP = "logit soft cap"
+    ALIBI = "ALiBi slopes"
+    ATTN_BIAS = "additive bias"
+    ATTN_MASK = "boolean mask (trees)"
+    SINKS = "learned sinks"
+    HEAD_DIM_V = "value head dim other than the key's"
+    MIXED_DTYPE = "cache dtype other than the query's"
+    KV_SCALES = "quantised cache with scales"
+    STATE = "partial state (max, lse, out) returned"
+
+
+class ScaleKind(Enum):
+    """How finely a quantised K or V is scaled."""
+
+    TENSOR = "one scale"
+    HEAD = "one per kv head, [K]"
+    REQUEST_HEAD = "one per request and kv head, [B, K]"
+
+
+QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSpec:
+    """The static facts of one layer's decode attention.
+
+    Units: ``sliding_window`` and ``anchor_tokens`` in tokens, the query's own position counted in the window.
+    ``sm_scale=None`` is ``head_dim ** -0.5``, ``head_dim_v=None`` is ``head_dim``, ``kv_dtype=None`` is ``dtype``;
+    all three hold their resolved value after construction. ``num_queries`` is S (with ``packed_queries``
+    the largest S of the batch). The flags ``alibi``, ``attn_bias``, ``attn_mask`` and ``sinks`` say that the call will bring
+    such a tensor, so that a backend can be chosen before there is one.
+
+    Raises:
+        ValueError: a field contradicts another or is out of its range; the text names the field, value and limit.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layout: Layout
+    head_dim_v: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    page_size: int | None = None
+    num_queries: int = 1
+    packed_queries: bool = False
+    causal: bool = True
+    sm_scale: float | None = None
+    sliding_window: int | None = None
+    anchor_tokens: int = 0
+    logits_soft_cap: float | None = None
+    alibi: bool = False
+    attn_bias: bool = False
+    attn_mask: bool = False
+    sinks: bool = False
+    k_scale: ScaleKind | None = None
+    v_scale: ScaleKind | None = None
+    plan_key: tuple[object, ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__  # resolves defaults once; the instance is frozen for everybody else
+        set_(self, "layout", Layout(self.layout))
+        set_(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        set_(self, "kv_dtype", self.kv_dtype or self.dtype)
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "num_queries"):
+            _positive(name, getattr(self, name))
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads {self.num_q_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+            )
+        if self.sm_scale is None:
+            set_(self, "sm_scale", self.head_dim**-0.5)
+        set_(self, "sm_scale", float(self.sm_scale))  # type: ignore[arg-type]
+        if not math.isfinite(self.scale):
+            raise ValueError(f"sm_scale must be finite, got {self.sm_scale}")
+        self._check_layout()
+        self._check_masking()
+        self._check_dtypes()
+        key = (self.num_q_heads, self.num_kv_heads, self.head_dim, self.head_dim_v, self.page_size)
+        set_(self, "plan_key", (*key, *self._range_key, self.kv_dtype))
+        compared = tuple(getattr(self, entry.name) for entry in fields(self) if entry.compare)
+        set_(self, "_hash", hash(compared))
+
+    def __hash__(self) -> int:
+        return self._hash  # hashed once: a bound plan looks its spec up at every call
+
+    @property
+    def _range_key(self) -> tuple[object, ...]:
+        return (self.num_queries, self.causal, self.sliding_window, self.anchor_tokens)
+
+    def _check_layout(self) -> None:
+        if self.layout.paged:
+            if self.page_size is None:
+                raise ValueError(f"layout {self.layout.value} needs page_size, got None")
+            _positive("page_size", self.page_size)
+        elif self.page_size is not None:
+            raise ValueError(f"page_size {self.page_size} has no meaning for layout {self.layout.value}")
+
+    def _check_masking(self) -> None:
+        if self.sliding_window is not None:
+            _positive("sliding_window", self.sliding_window)
+        if isinstance(self.anchor_tokens, bool) or self.anchor_tokens < 0:
+            raise ValueError(f"anchor_tokens must be 0 or more, got {self.anchor_tokens!r}")
+        cap = self.logits_soft_cap
+        if cap is not None and not (math.isfinite(cap) and cap > 0):
+            raise ValueError(f"logits_soft_cap must be finite and above 0 (None: off), got {cap}")
+
+    def _check_dtypes(self) -> None:
+        if self.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype (of q) must be one of {FLOAT_DTYPES}, got {self.dtype}")
+        if self.kv_dtype not in FLOAT_DTYPES + QUANTISED_DTYPES:
+            raise ValueError(
+                f"kv_dtype must be one of {FLOAT_DTYPES + QUANTISED_DTYPES}, got {self.kv_dtype}"
+            )
+        scaled = self.k_scale is not None or self.v_scale is not None
+        if scaled and self.kv_dtype not in QUANTISED_DTYPES:
+            raise ValueError(
+                f"k_scale and v_scale need a quantised cache {QUANTISED_DTYPES}, kv_dtype is {self.kv_dtype}"
+            )
+
+    @property
+    def group(self) -> int:
+        """G, the query heads that share one kv head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """``sm_scale`` with its default resolved."""
+        assert self.sm_scale is not None
+        return self.sm_scale
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """``kv_dtype`` with its default resolved."""
+        assert self.kv_dtype is not None
+        return self.kv_dtype
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token, all kv heads."""
+        return self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.cache_dtype.itemsize
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The matrix rows that this spec touches, in the enum's order."""
+        several = self.num_queries > 1
+        touched = {
+            Feature.DENSE: self.layout in (Layout.BSND, Layout.BNSD),
+            Feature.PACKED: self.layout is Layout.PACKED,
+            Feature.PAGED: self.layout.paged,
+            Feature.MULTI_QUERY: several,
+            Feature.PACKED_QUERIES: self.packed_queries,
+            Feature.NON_CAUSAL: several and not self.causal,
+            Feature.SLIDING_WINDOW: self.sliding_window is not None,
+            Feature.ANCHORS: self.anchor_tokens > 0 and self.sliding_window is not None,
+            Feature.SOFT_CAP: self.logits_soft_cap is not None,
+            Feature.ALIBI: self.alibi,
+            Feature.ATTN_BIAS: self.attn_bias,
+            Feature.ATTN_MASK: self.attn_mask,
+            Feature.SINKS: self.sinks,
+            Feature.HEAD_DIM_V: self.head_dim_v != self.head_dim,
+            Feature.MIXED_DTYPE: self.cache_dtype is not self.dtype
+            and self.cache_dtype not in QUANTISED_DTYPES,
+            Feature.KV_SCALES: self.cache_dtype in QUANTISED_DTYPES,
+        }
+        return tuple(feature for feature in Feature if touched.get(feature, False))

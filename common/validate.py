@@ -1,0 +1,223 @@
+"""Is a call well formed? Everything that can be said before anything runs.
+
+``shapes`` looks at shapes, dtypes and devices and reads no device data. ``full`` also reads values: lengths, used page
+ids, offsets, scales. Each message names the argument, the value and the limit.
+"""
+
+from enum import Enum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splitkv.common.cache import Cache, PackedCache, PagedCache, check_index, check_offsets
+from splitkv.common.call import DecodeCall
+from splitkv.common.plan import SplitPlan
+from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
+from splitkv.common.visibility import as_lengths, visible_bounds
+
+
+class Validate(Enum):
+    """How much of a call is checked."""
+
+    FULL = "full"
+    """shapes, and values: lengths, used page ids, offsets, scales"""
+    SHAPES = "shapes"
+    """shapes, dtypes and devices; no device data is read"""
+    NONE = "none"
+
+
+def check_call(call: DecodeCall, plan: SplitPlan | None, level: Validate) -> None:
+    """Raise ValueError unless ``call`` (and ``plan``, if given) is well formed at ``level``."""
+    if level is Validate.NONE:
+        return
+    _refuse_autograd(call)
+    _check_queries(call)
+    _check_cache(call.cache, call.spec, call.q)
+    _check_extras(call)
+    if plan is not None:
+        _check_plan(plan, call)
+    if level is Validate.FULL:
+        _check_values(call, plan)
+
+
+def check_sinks(sinks: Tensor | None, spec: DecodeSpec, device: torch.device) -> None:
+    """Raise ValueError unless ``sinks`` is what ``spec`` promises: None, or [H] on ``device``."""
+    if (sinks is not None) != spec.sinks:
+        raise ValueError(f"spec.sinks is {spec.sinks}, but sinks is {'given' if sinks is not None else 'None'}")
+    if sinks is not None:
+        _check_shape("sinks", sinks, ((spec.num_q_heads,),), device)
+
+
+def _refuse_autograd(call: DecodeCall) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in (("q", call.q), ("k", call.cache.k), ("v", call.cache.v)):
+        if tensor.requires_grad:
+            raise ValueError(f"{name} requires grad, decode attention is for inference only; use torch.no_grad()")
+
+
+def _check_shape(
+    name: str, tensor: Tensor, allowed: tuple[tuple[int, ...], ...], device: torch.device
+) -> None:
+    if tuple(tensor.shape) not in allowed:
+        wanted = " or ".join(str(list(shape)) for shape in allowed)
+        raise ValueError(f"{name} must be {wanted}, got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
+
+
+def _check_queries(call: DecodeCall) -> None:
+    q, spec = call.q, call.spec
+    if (call.cu_seqlens_q is not None) != spec.packed_queries:
+        raise ValueError(f"spec.packed_queries is {spec.packed_queries}, but cu_seqlens_q says otherwise")
+    if spec.packed_queries:
+        assert call.cu_seqlens_q is not None
+        check_index("cu_seqlens_q", call.cu_seqlens_q, "[B + 1]", 1)
+        if call.cu_seqlens_q.shape[0] != call.batch + 1:
+            raise ValueError(
+                f"cu_seqlens_q must have B + 1 = {call.batch + 1} entries, got {call.cu_seqlens_q.shape[0]}"
+            )
+        wanted: tuple[int | None, ...] = (None, spec.num_q_heads, spec.head_dim)
+    else:
+        wanted = (call.batch, spec.num_queries, spec.num_q_heads, spec.head_dim)
+    fits = len(wanted) == q.ndim and all(
+        want in (None, got) for want, got in zip(wanted, q.shape, strict=True)
+    )
+    if not fits:
+        shape = ["T" if want is None else want for want in wanted]
+        raise ValueError(f"q must be {shape} for this cache and spec, got {list(q.shape)}")
+    if q.dtype != spec.dtype:
+        raise ValueError(f"q is {q.dtype}, spec.dtype is {spec.dtype}")
+
+
+def _check_cache(cache: Cache, spec: DecodeSpec, q: Tensor) -> None:
+    if cache.layout is not spec.layout:
+        raise ValueError(f"cache layout {cache.layout.value} is not spec.layout {spec.layout.value}")
+    if cache.page_size != spec.page_size:
+        raise ValueError(f"cache page size {cache.page_size} is not spec.page_size {spec.page_size}")
+    if cache.num_kv_heads != spec.num_kv_heads:
+        raise ValueError(f"k has {cache.num_kv_heads} kv heads, spec.num_kv_heads is {spec.num_kv_heads}")
+    for name, tensor, dim in (("k", cache.k, spec.head_dim), ("v", cache.v, spec.head_dim_v)):
+        if tensor.shape[-1] != dim:
+            raise ValueError(f"{name} has head dim {tensor.shape[-1]}, spec says {dim}")
+        if tensor.dtype != spec.cache_dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, spec.kv_dtype is {spec.cache_dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} like q, got {tensor.device}")
+    if isinstance(cache, PagedCache) and cache.block_table.device != q.device:
+        raise ValueError(f"block_table must be on {q.device} like q, got {cache.block_table.device}")
+
+
+def _check_extras(call: DecodeCall) -> None:
+    spec, device = call.spec, call.q.device
+    flags = (
+        ("alibi_slopes", call.alibi_slopes, spec.alibi),
+        ("attn_bias", call.attn_bias, spec.attn_bias),
+        ("attn_mask", call.attn_mask, spec.attn_mask),
+        ("k_scale", call.k_scale, spec.k_scale is not None),
+        ("v_scale", call.v_scale, spec.v_scale is not None),
+    )
+    for name, tensor, promised in flags:
+        if (tensor is not None) != promised:
+            said = "promises" if promised else "does not promise"
+            raise ValueError(f"the spec {said} {name}, but {name} is {'None' if tensor is None else 'given'}")
+    heads, kv_heads, batch, steps = spec.num_q_heads, spec.num_kv_heads, call.batch, spec.num_queries
+    if call.alibi_slopes is not None:
+        _check_shape("alibi_slopes", call.alibi_slopes, ((heads,), (batch, heads)), device)
+    if call.attn_bias is not None:
+        n = call.attn_bias.shape[-1] if call.attn_bias.ndim else 0
+        allowed = tuple((b, h, steps, n) for b in (batch, 1) for h in (heads, 1))
+        _check_shape("attn_bias", call.attn_bias, allowed, device)
+    if call.attn_mask is not None:
+        n = call.attn_mask.shape[-1] if call.attn_mask.ndim else 0
+        _check_shape("attn_mask", call.attn_mask, ((batch, steps, n),), device)
+        if call.attn_mask.dtype != torch.bool:
+            raise ValueError(f"attn_mask must be bool (True may be seen), got {call.attn_mask.dtype}")
+    shapes = {
+        ScaleKind.TENSOR: (1,),
+        ScaleKind.HEAD: (kv_heads,),
+        ScaleKind.REQUEST_HEAD: (batch, kv_heads),
+    }
+    for name, scale, kind in (
+        ("k_scale", call.k_scale, spec.k_scale),
+        ("v_scale", call.v_scale, spec.v_scale),
+    ):
+        if scale is not None and kind is not None:
+            _check_shape(name, scale, (shapes[kind],), device)
+
+
+def _check_plan(plan: SplitPlan, call: DecodeCall) -> None:
+    if plan.batch != call.batch:
+        raise ValueError(f"plan is for {plan.batch} requests, the cache has {call.batch}")
+    if plan.spec.plan_key != call.spec.plan_key:
+        raise ValueError(
+            f"plan was made for {plan.spec}, the call's spec differs in heads, dims, dtype, page size, window or queries: "
+            f"{call.spec}"
+        )
+
+
+def _check_values(call: DecodeCall, plan: SplitPlan | None) -> None:
+    cache, spec = call.cache, call.spec
+    if isinstance(cache, PackedCache):
+        check_offsets("cu_seqlens_k", cache.cu_seqlens_k, cache.k.shape[0])
+    lengths = as_lengths("seq_lens", cache.seq_lens)
+    over = np.flatnonzero(lengths > cache.capacity)
+    if over.size:
+        index = int(over[0])
+        what = "the block table's" if isinstance(cache, PagedCache) else "the cache's"
+        raise ValueError(
+            f"seq_lens[{index}] is {lengths[index]}, {what} capacity is {cache.capacity} tokens"
+        )
+    if plan is not None:
+        longer = np.flatnonzero(lengths > plan.seq_lens)
+        if longer.size:
+            index = int(longer[0])
+            raise ValueError(
+                f"seq_lens[{index}] is {lengths[index]}, the plan was made for {plan.seq_lens[index]}; "
+                "call plan.refresh(seq_lens)"
+            )
+    if call.cu_seqlens_q is not None:
+        counts = np.diff(check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0]))
+        if counts.size and counts.max() > spec.num_queries:
+            raise ValueError(
+                f"cu_seqlens_q gives request {int(counts.argmax())} {counts.max()} queries, "
+                f"spec.num_queries is {spec.num_queries}"
+            )
+    if isinstance(cache, PagedCache):
+        _check_page_ids(cache, lengths, spec)
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if scale is not None and not bool(torch.isfinite(scale).all()):
+            raise ValueError(f"{name} must be finite, got {scale.tolist()}")
+    for name, tensor in (("alibi_slopes", call.alibi_slopes),):
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} must be finite, got {tensor.tolist()}")
+
+
+def _check_page_ids(cache: PagedCache, lengths: np.ndarray, spec: DecodeSpec) -> None:
+    table = cache.block_table.detach().cpu().numpy()
+    page = cache.page_size
+    anchor_end, start = visible_bounds(lengths, spec.num_queries, spec)
+    column = np.arange(table.shape[1])
+    used = (column >= (start // page)[:, None]) & (column < (-(-lengths // page))[:, None])
+    used |= column < (-(-anchor_end // page))[:, None]
+    bad = np.argwhere(used & ((table < 0) | (table >= cache.num_pages)))
+    if bad.size:
+        row, col = (int(value) for value in bad[0])
+        raise ValueError(
+            f"block_table[{row}, {col}] is {int(table[row, col])}, the pool has pages 0 to {cache.num_pages - 1}"
+        )
+
+
+def layout_of(layout: str | Layout | None) -> Layout | None:
+    """The enum's member for ``layout``.
+
+    Raises:
+        ValueError: an unknown name; the text lists the known ones.
+    """
+    if layout is None or isinstance(layout, Layout):
+        return layout
+    known = [member.value for member in Layout]
+    if layout not in known:
+        raise ValueError(f"unknown layout {layout!r}, known: {known}")
+    return Layout(layout)
