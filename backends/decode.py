@@ -7,12 +7,12 @@ from torch import Tensor
 
 from splitkv.backends.base import Backend
 from splitkv.backends.registry import BACKENDS, select
-from splitkv.common.cache import Cache, RingCache
+from splitkv.common.cache import Cache, PackedCache, PagedCache, RingCache
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.state import PartialState, merge_states_torch
-from splitkv.common.validate import Validate, check_call, check_sinks
+from splitkv.common.validate import Validate, check_call, check_ring, check_sinks
 
 
 def decode(
@@ -51,13 +51,15 @@ def decode(
         ValueError: malformed, with argument, value and limit.
         UnsupportedError: well formed, and refused by ``backend`` (or by all), with every reason.
     """
+    level = _level(validate, q.device)
+    cache = _paged(cache, spec, level)
     chosen, call, plan = _prepare(
         _call(q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale),
         plan,
         num_splits,
         split_size,
         backend,
-        validate,
+        level,
     )
     check_sinks(sinks, spec, q.device)
     squeezed = call.q is not q
@@ -99,13 +101,15 @@ def partial(
     """
     if spec.sinks:
         raise ValueError("a partial state never holds a sink: use a spec with sinks=False and give the sinks to finish()")
+    level = _level(validate, q.device)
+    cache = _paged(cache, spec, level)
     chosen, call, plan = _prepare(
         _call(q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale),
         plan,
         num_splits,
         split_size,
         backend,
-        validate,
+        level,
     )
     state = chosen.partial(call, plan)
     if call.q is not q:
@@ -129,9 +133,17 @@ def merge_states(states: Sequence[PartialState] | PartialState) -> PartialState:
     return merge_states_torch(states)
 
 
+def _paged(cache: Cache | RingCache, spec: DecodeSpec, level: Validate) -> Cache:
+    if not isinstance(cache, RingCache):
+        return cache
+    if level is Validate.FULL:
+        check_ring(cache, spec)
+    return cache.as_paged()
+
+
 def _call(
     q: Tensor,
-    cache: Cache | RingCache,
+    cache: Cache,
     spec: DecodeSpec,
     cu_seqlens_q: Tensor | None,
     alibi_slopes: Tensor | None,
@@ -140,8 +152,6 @@ def _call(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> DecodeCall:
-    if isinstance(cache, RingCache):
-        cache = cache.as_paged()
     if not spec.packed_queries and q.ndim == 3:
         q = q[:, None]
     return DecodeCall(
@@ -155,27 +165,45 @@ def _prepare(
     num_splits: int | None,
     split_size: int | None,
     backend: str | None,
-    validate: str | None,
+    level: Validate,
 ) -> tuple[Backend, DecodeCall, SplitPlan | None]:
-    level = _level(validate, call.q.device)
     if plan is not None and (num_splits is not None or split_size is not None):
         raise ValueError("plan fixes the splits already: give plan, num_splits or split_size, only one of them")
-    if plan is not None and (chosen := plan.bound.get(_binding(call, backend))) is not None:
-        assert isinstance(chosen, Backend)
-        return chosen, call, plan
-    check_call(call, plan, level)
-    chosen = select(call.spec, call.q.device, backend)
     if plan is None:
+        check_call(call, None, level)
+        chosen = select(call.spec, call.q.device, backend)
         plan = chosen.plan_for(call, num_splits=num_splits, split_size=split_size)
-    else:
-        plan.bound[_binding(call, backend)] = chosen
+        return chosen, call, plan
+    binding = _binding(call, backend)
+    bound = plan.bound.get(binding)
+    if isinstance(bound, Backend) and level is not Validate.FULL:
+        return bound, call, plan
+    check_call(call, plan, level)
+    chosen = bound if isinstance(bound, Backend) else select(call.spec, call.q.device, backend)
+    plan.bound[binding] = chosen
     return chosen, call, plan
 
 
 def _binding(call: DecodeCall, backend: str | None) -> tuple[object, ...]:
-    """What must be unchanged for a call with a bound plan to skip the checks: shapes, never values."""
+    """What must be unchanged for a call with a bound plan to skip the checks: everything that ``shapes`` looks at."""
     cache = call.cache
-    return (call.spec, backend, call.q.shape, call.q.dtype, cache.k.shape, cache.v.shape, cache.k.dtype)
+    tensors = (
+        call.q,
+        cache.k,
+        cache.v,
+        cache.cu_seqlens_k if isinstance(cache, PackedCache) else cache.seq_lens,
+        cache.block_table if isinstance(cache, PagedCache) else None,
+        call.cu_seqlens_q,
+        call.alibi_slopes,
+        call.attn_bias,
+        call.attn_mask,
+        call.k_scale,
+        call.v_scale,
+    )
+    facts = tuple(
+        None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors
+    )
+    return (call.spec, cache.layout, backend, torch.is_grad_enabled(), *facts)
 
 
 def _level(validate: str | None, device: torch.device) -> Validate:

@@ -170,12 +170,13 @@ class PagedCache:
         """From FlashInfer's page lists: pages of request b are kv_indices[kv_indptr[b]:kv_indptr[b + 1]].
 
         Lengths come as ``seq_lens`` or as ``last_page_len`` (1 to P for a request with pages, a full last page is P, never 0).
-        Reads kv_indptr on the host, once.
+        Reads kv_indptr (and last_page_len) on the host, once; seq_lens only where they are on the host already.
 
         Raises:
-            ValueError: indptr not rising from 0 to len(kv_indices), both or neither length argument, or lengths that the
-                pages do not hold.
+            ValueError: indptr not rising from 0 to len(kv_indices), both or neither length
+                argument, or lengths that the pages do not hold.
         """
+        _check_pair(k, v, 4, "[pages, P, K, D] (NHD) or [pages, K, P, D] (HND)")
         check_index("kv_indptr", kv_indptr, "[B + 1]", 1)
         check_index("kv_indices", kv_indices, "[pages of all requests]", 1)
         bounds = check_offsets("kv_indptr", kv_indptr, kv_indices.shape[0])
@@ -186,6 +187,7 @@ class PagedCache:
         if seq_lens is None:
             assert last_page_len is not None
             seq_lens = _lengths_from_last_page(counts, last_page_len, page_size)
+        _check_held(counts, seq_lens, page_size)
         table = kv_indices.new_full((len(counts), max(counts, default=0)), -1)
         for row, (low, count) in enumerate(zip(bounds, counts, strict=False)):
             table[row, :count] = kv_indices[low : low + count]
@@ -239,7 +241,8 @@ class RingCache:
     max_seq_len: int | None = None
 
     def __post_init__(self) -> None:
-        columns = self.block_table.shape[-1] if isinstance(self.block_table, Tensor) else 0
+        check_index("block_table", self.block_table, "[B, max_blocks]", 2)
+        columns = self.block_table.shape[1]
         if not 0 <= self.anchor_blocks < max(columns, 1):
             raise ValueError(
                 f"anchor_blocks must be 0 to {max(columns, 1) - 1} (the table has {columns} columns), "
@@ -285,6 +288,19 @@ def check_offsets(name: str, offsets: Tensor, total: int) -> list[int]:
     if values[-1] != total:
         raise ValueError(f"{name}[{len(values) - 1}] must be the row count {total}, got {values[-1]}")
     return values
+
+
+def _check_held(counts: list[int], seq_lens: Tensor, page_size: int) -> None:
+    check_index("seq_lens", seq_lens, "[B]", 1)
+    _check_batch("seq_lens", seq_lens.shape[0], len(counts), "kv_indptr")
+    if seq_lens.device.type != "cpu":
+        return
+    for index, (count, length) in enumerate(zip(counts, seq_lens.tolist(), strict=True)):
+        if length > count * page_size:
+            raise ValueError(
+                f"seq_lens[{index}] is {length}, "
+                f"its {count} pages hold {count * page_size} tokens"
+            )
 
 
 def _lengths_from_last_page(counts: list[int], last_page_len: Tensor, page_size: int) -> Tensor:

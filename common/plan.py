@@ -34,7 +34,7 @@ class SplitMode(Enum):
     """num_splits=1: no request is cut"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SplitPlan:
     """Splits of every request of one step, sorted by request, then by position; arrays are updated in place by ``refresh``.
 
@@ -43,8 +43,10 @@ class SplitPlan:
     indptr: int32 [B + 1]; the splits of request b are indptr[b] to indptr[b + 1].
     window_first: bool [capacity]; this split opens its request's window: when the plan serves a shorter request than it was made
         for, the split starts where that request's window starts.
-    seq_lens: int32 [B], the lengths planned for. The plan stays right for any shorter request: ends are clipped to the
-        length, starts of the opening split follow the window.
+    seq_lens: int32 [B], the lengths planned for. The plan stays right for any shorter request, if
+        the one who executes it clips ``end`` to the actual length L and moves the ``start`` of an
+        opening split to min(start, max(L - S - W + 1, anchor_tokens)). The anchors stop it: where
+        a shorter window reaches them, their own split reads them already.
     An anchor range apart from the window is a split of its own, in every mode.
     """
 
@@ -124,7 +126,7 @@ class SplitPlan:
         """Launch, slowest worker's read and merge, by the profile's numbers."""
         slowest = int(self.worker_tokens().max(initial=0))
         merge = self.partial_bytes and _merge_seconds(self.spec, self.profile, self.num_splits)
-        return self.profile.launch_seconds + slowest * _token_seconds(self.spec, self.profile) + merge
+        return self.profile.launch_seconds + slowest * token_seconds(self.spec, self.profile) + merge
 
     def refresh(self, seq_lens: "Sequence[int] | IntArray") -> None:
         """Plan again for other lengths, in place, within the capacity.
@@ -177,7 +179,9 @@ def plan_splits(
     (None: as many as these lengths need).
 
     No split is empty, splits of a request neither overlap nor leave out a visible position, and a request shorter than a
-    granule is one split. In automatic mode the slowest worker reads at most twice max(all tokens / workers, 1 granule).
+    granule is one split. In automatic mode the slowest worker reads at most twice
+    max(all granules / workers, 1 granule), and one anchor range apart from its window on top of
+    that: anchors are never cut.
 
     Raises:
         ValueError: both split arguments, a value below 1, lengths out of range, or a capacity that is too small.
@@ -185,7 +189,8 @@ def plan_splits(
     if num_splits is not None and split_size is not None:
         raise ValueError(f"give num_splits or split_size, not both: got {num_splits} and {split_size}")
     for name, value in (("num_splits", num_splits), ("split_size", split_size)):
-        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+        integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if value is not None and not (integer and value >= 1):
             raise ValueError(f"{name} must be an integer of 1 or more (None: automatic), got {value!r}")
     mode = SplitMode.AUTO
     if num_splits is not None:
@@ -205,10 +210,12 @@ def plan_splits(
         mode,
         requested,
         granule,
-        *(np.zeros(size, np.int32) for _ in range(3)),
-        np.zeros(size, np.bool_),
-        np.zeros(len(lengths) + 1, np.int32),
-        np.zeros(len(lengths), np.int32),
+        request=np.zeros(size, np.int32),
+        start=np.zeros(size, np.int32),
+        end=np.zeros(size, np.int32),
+        window_first=np.zeros(size, np.bool_),
+        indptr=np.zeros(len(lengths) + 1, np.int32),
+        seq_lens=np.zeros(len(lengths), np.int32),
     )
     _fill(plan, cuts, lengths)
     return plan
@@ -328,12 +335,12 @@ def _predict(
     even = int(granules.sum()) * spec.num_kv_heads / profile.workers
     uniform = bool((granules == granules[0]).all())
     slowest = math.ceil(items / profile.workers) * largest if uniform else even + largest / 2
-    seconds = max(slowest, largest) * granule * _token_seconds(spec, profile)
+    seconds = max(slowest, largest) * granule * token_seconds(spec, profile)
     split = bool((count > 1).any())
     return seconds + (_merge_seconds(spec, profile, int(count.sum())) if split else 0.0)
 
 
-def _token_seconds(spec: DecodeSpec, profile: DeviceProfile) -> float:
+def token_seconds(spec: DecodeSpec, profile: DeviceProfile) -> float:
     """One worker reading one token of one kv head with its share of the bandwidth."""
     per_head = spec.kv_bytes_per_token / spec.num_kv_heads
     return per_head * profile.workers / profile.read_bandwidth

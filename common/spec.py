@@ -112,6 +112,10 @@ class DecodeSpec:
         set_(self, "layout", Layout(self.layout))
         set_(self, "head_dim_v", self.head_dim_v or self.head_dim)
         set_(self, "kv_dtype", self.kv_dtype or self.dtype)
+        if 0 in (self.num_q_heads, self.num_kv_heads):
+            raise ValueError(
+                f"num_q_heads {self.num_q_heads} and num_kv_heads {self.num_kv_heads} must be 1 or more"
+            )
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "num_queries"):
             _positive(name, getattr(self, name))
         if self.num_q_heads % self.num_kv_heads:

@@ -81,7 +81,18 @@ class PartialState:
 
         An lse of -inf or +inf (flash-attention 2 and FlashMLA report +inf for a row without keys) means nothing was seen;
         ``out`` is then 0 whatever it held.
+
+        Raises:
+            ValueError: ``lse`` is not the shape of ``out`` without Dv, or is neither float32 nor float64: 16 bits have
+                lost the merge weights already.
         """
+        if lse.shape != out.shape[:-1]:
+            raise ValueError(
+                "out is [..., H, Dv] and lse [..., H]; "
+                f"got out {list(out.shape)} and lse {list(lse.shape)}"
+            )
+        if lse.dtype not in _STATE_DTYPES:
+            raise ValueError(f"lse must be float32 (float64 for the oracle), got {lse.dtype}")
         dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
         lse = lse.to(dtype)
         seen = ~torch.isinf(lse)
@@ -100,7 +111,8 @@ class PartialState:
         seen = l > 0
         safe = torch.where(seen, l, 1.0)
         lse = torch.where(seen, m + torch.log(safe), torch.where(torch.isnan(l), l, -math.inf))
-        out = torch.where(seen[..., None], u / safe[..., None], torch.where(torch.isnan(u), u, 0.0))
+        unseen = torch.where(torch.isnan(l), l, 0.0)[..., None]  # u may be garbage where l is 0
+        out = torch.where(seen[..., None], u / safe[..., None], unseen)
         return cls(torch.where(seen, m, lse), lse, out)
 
     def to_sums(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,9 +153,13 @@ def _check_mergeable(states: Sequence[PartialState]) -> None:
 
 
 def as_list(states: Sequence[PartialState] | PartialState) -> list[PartialState]:
-    """The states of a list, or of one whose first axis stacks them, checked to be mergeable."""
+    """The states of a list, or of one whose first axis stacks them (none: the empty state), checked to be mergeable."""
     if isinstance(states, PartialState):
-        states = [states[index] for index in range(states.lse.shape[0])]
+        count, *shape = states.lse.shape
+        if count == 0:
+            out = states.out
+            return [PartialState.empty(shape, out.shape[-1], device=out.device, dtype=out.dtype)]
+        states = [states[index] for index in range(count)]
     _check_mergeable(states)
     return list(states)
 
@@ -165,13 +181,14 @@ def merge_states_torch(states: Sequence[PartialState] | PartialState) -> Partial
     nothing = top == -math.inf
     safe_top = torch.where(nothing, 0.0, top)  # exp(-inf - 0) = 0, where exp(-inf + inf) is NaN
     weights = torch.exp(lse - safe_top)
-    total = weights.sum(0)
-    merged_lse = torch.where(total == 1.0, top, safe_top + torch.log(total))
+    total = torch.zeros_like(top)
     out = torch.zeros_like(parts[0].out).neg_()  # -0.0 is the identity of addition, +0.0 is not
     for weight, part in zip(weights, parts, strict=True):
+        total = total + weight  # sum() would add in an order that depends on the shape
         unseen = (part.lse == -math.inf)[..., None]
         out = out + torch.where(unseen, -0.0, part.out * weight[..., None])
     out = out / torch.where(nothing, 1.0, total)[..., None]
+    merged_lse = torch.where(total == 1.0, top, safe_top + torch.log(total))
     return PartialState(
         torch.stack([part.max for part in parts]).amax(0),
         merged_lse,

@@ -7,14 +7,22 @@ ids, offsets, scales. Each message names the argument, the value and the limit.
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitkv.common.cache import Cache, PackedCache, PagedCache, check_index, check_offsets
+from splitkv.common.cache import (
+    Cache,
+    PackedCache,
+    PagedCache,
+    RingCache,
+    check_index,
+    check_offsets,
+)
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
-from splitkv.common.visibility import as_lengths, visible_bounds
+from splitkv.common.visibility import IntArray, as_lengths, visible_bounds
 
 
 class Validate(Enum):
@@ -34,11 +42,33 @@ def check_call(call: DecodeCall, plan: SplitPlan | None, level: Validate) -> Non
     _refuse_autograd(call)
     _check_queries(call)
     _check_cache(call.cache, call.spec, call.q)
+    _check_index_devices(call)
     _check_extras(call)
     if plan is not None:
         _check_plan(plan, call)
     if level is Validate.FULL:
         _check_values(call, plan)
+    elif not isinstance(call.cache, PackedCache) and call.cache.seq_lens.device.type == "cpu":
+        _check_lengths(call.cache, plan)  # host data costs no sync, and a device would read past its end
+
+
+def check_ring(ring: RingCache, spec: DecodeSpec) -> None:
+    """Raise ValueError unless every position that ``spec`` lets a query see is still in the ring; reads the lengths."""
+    page, blocks = ring.page_size, ring.ring_blocks
+    lengths = as_lengths("seq_lens", ring.seq_lens)
+    anchor_end, start = visible_bounds(lengths, spec.num_queries, spec)
+    pinned = ring.anchor_blocks * page
+    oldest = np.maximum((-(-lengths // page) - blocks) * page, pinned)
+    wrapped = oldest > pinned
+    lost = wrapped & ((start < oldest) | (anchor_end > pinned))
+    if lost.any():
+        index = int(np.flatnonzero(lost)[0])
+        raise ValueError(
+            f"seq_lens[{index}] is {lengths[index]}: the ring holds positions 0 to {pinned} and "
+            f"{oldest[index]} to {lengths[index]}, the spec shows 0 to {anchor_end[index]} and "
+            f"{start[index]} to {lengths[index]}; use more blocks than anchor_blocks "
+            f"{ring.anchor_blocks} and ring_blocks {blocks}, or a smaller sliding_window"
+        )
 
 
 def check_sinks(sinks: Tensor | None, spec: DecodeSpec, device: torch.device) -> None:
@@ -46,7 +76,7 @@ def check_sinks(sinks: Tensor | None, spec: DecodeSpec, device: torch.device) ->
     if (sinks is not None) != spec.sinks:
         raise ValueError(f"spec.sinks is {spec.sinks}, but sinks is {'given' if sinks is not None else 'None'}")
     if sinks is not None:
-        _check_shape("sinks", sinks, ((spec.num_q_heads,),), device)
+        _check_numbers("sinks", sinks, ((spec.num_q_heads,),), device)
 
 
 def _refuse_autograd(call: DecodeCall) -> None:
@@ -65,6 +95,14 @@ def _check_shape(
         raise ValueError(f"{name} must be {wanted}, got {list(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
+
+
+def _check_numbers(
+    name: str, tensor: Tensor, allowed: tuple[tuple[int, ...], ...], device: torch.device
+) -> None:
+    _check_shape(name, tensor, allowed, device)
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must be of a floating dtype, got {tensor.dtype}")
 
 
 def _check_queries(call: DecodeCall) -> None:
@@ -109,6 +147,19 @@ def _check_cache(cache: Cache, spec: DecodeSpec, q: Tensor) -> None:
         raise ValueError(f"block_table must be on {q.device} like q, got {cache.block_table.device}")
 
 
+def _check_index_devices(call: DecodeCall) -> None:
+    """Lengths and offsets may live on the host or with q; a block table lives with the pages."""
+    cache = call.cache
+    if isinstance(cache, PackedCache):
+        name, lengths = "cu_seqlens_k", cache.cu_seqlens_k
+    else:
+        name, lengths = "seq_lens", cache.seq_lens
+    allowed = (call.q.device, torch.device("cpu"))
+    for name, tensor in ((name, lengths), ("cu_seqlens_q", call.cu_seqlens_q)):
+        if tensor is not None and tensor.device not in allowed:
+            raise ValueError(f"{name} must be on {call.q.device} like q, or on cpu, got {tensor.device}")
+
+
 def _check_extras(call: DecodeCall) -> None:
     spec, device = call.spec, call.q.device
     flags = (
@@ -124,11 +175,11 @@ def _check_extras(call: DecodeCall) -> None:
             raise ValueError(f"the spec {said} {name}, but {name} is {'None' if tensor is None else 'given'}")
     heads, kv_heads, batch, steps = spec.num_q_heads, spec.num_kv_heads, call.batch, spec.num_queries
     if call.alibi_slopes is not None:
-        _check_shape("alibi_slopes", call.alibi_slopes, ((heads,), (batch, heads)), device)
+        _check_numbers("alibi_slopes", call.alibi_slopes, ((heads,), (batch, heads)), device)
     if call.attn_bias is not None:
         n = call.attn_bias.shape[-1] if call.attn_bias.ndim else 0
         allowed = tuple((b, h, steps, n) for b in (batch, 1) for h in (heads, 1))
-        _check_shape("attn_bias", call.attn_bias, allowed, device)
+        _check_numbers("attn_bias", call.attn_bias, allowed, device)
     if call.attn_mask is not None:
         n = call.attn_mask.shape[-1] if call.attn_mask.ndim else 0
         _check_shape("attn_mask", call.attn_mask, ((batch, steps, n),), device)
@@ -144,7 +195,7 @@ def _check_extras(call: DecodeCall) -> None:
         ("v_scale", call.v_scale, spec.v_scale),
     ):
         if scale is not None and kind is not None:
-            _check_shape(name, scale, (shapes[kind],), device)
+            _check_numbers(name, scale, (shapes[kind],), device)
 
 
 def _check_plan(plan: SplitPlan, call: DecodeCall) -> None:
@@ -161,6 +212,26 @@ def _check_values(call: DecodeCall, plan: SplitPlan | None) -> None:
     cache, spec = call.cache, call.spec
     if isinstance(cache, PackedCache):
         check_offsets("cu_seqlens_k", cache.cu_seqlens_k, cache.k.shape[0])
+    lengths = _check_lengths(cache, plan)
+    counts = np.full(call.batch, spec.num_queries)
+    if call.cu_seqlens_q is not None:
+        counts = np.diff(check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0]))
+        if counts.size and counts.max() > spec.num_queries:
+            raise ValueError(
+                f"cu_seqlens_q gives request {int(counts.argmax())} {counts.max()} queries, "
+                f"spec.num_queries is {spec.num_queries}"
+            )
+    if isinstance(cache, PagedCache):
+        _check_page_ids(call, cache, np.where(counts > 0, lengths, 0), counts)
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if scale is not None and not bool(torch.isfinite(scale).all()):
+            raise ValueError(f"{name} must be finite, got {scale.tolist()}")
+    for name, tensor in (("alibi_slopes", call.alibi_slopes),):
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} must be finite, got {tensor.tolist()}")
+
+
+def _check_lengths(cache: Cache, plan: SplitPlan | None) -> IntArray:
     lengths = as_lengths("seq_lens", cache.seq_lens)
     over = np.flatnonzero(lengths > cache.capacity)
     if over.size:
@@ -174,39 +245,45 @@ def _check_values(call: DecodeCall, plan: SplitPlan | None) -> None:
         if longer.size:
             index = int(longer[0])
             raise ValueError(
-                f"seq_lens[{index}] is {lengths[index]}, the plan was made for {plan.seq_lens[index]}; "
-                "call plan.refresh(seq_lens)"
+                f"seq_lens[{index}] is {lengths[index]}, the plan was made for "
+                f"{plan.seq_lens[index]}; call plan.refresh(seq_lens)"
             )
-    if call.cu_seqlens_q is not None:
-        counts = np.diff(check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0]))
-        if counts.size and counts.max() > spec.num_queries:
-            raise ValueError(
-                f"cu_seqlens_q gives request {int(counts.argmax())} {counts.max()} queries, "
-                f"spec.num_queries is {spec.num_queries}"
-            )
-    if isinstance(cache, PagedCache):
-        _check_page_ids(cache, lengths, spec)
-    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-        if scale is not None and not bool(torch.isfinite(scale).all()):
-            raise ValueError(f"{name} must be finite, got {scale.tolist()}")
-    for name, tensor in (("alibi_slopes", call.alibi_slopes),):
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{name} must be finite, got {tensor.tolist()}")
+    return lengths
 
 
-def _check_page_ids(cache: PagedCache, lengths: np.ndarray, spec: DecodeSpec) -> None:
+def _check_page_ids(
+    call: DecodeCall, cache: PagedCache, lengths: IntArray, counts: IntArray
+) -> None:
+    """``counts``: queries of each request; ``lengths``: 0 for a request without any."""
     table = cache.block_table.detach().cpu().numpy()
-    page = cache.page_size
-    anchor_end, start = visible_bounds(lengths, spec.num_queries, spec)
-    column = np.arange(table.shape[1])
-    used = (column >= (start // page)[:, None]) & (column < (-(-lengths // page))[:, None])
-    used |= column < (-(-anchor_end // page))[:, None]
+    used = _used_pages(call, cache, lengths, counts)
     bad = np.argwhere(used & ((table < 0) | (table >= cache.num_pages)))
     if bad.size:
         row, col = (int(value) for value in bad[0])
         raise ValueError(
-            f"block_table[{row}, {col}] is {int(table[row, col])}, the pool has pages 0 to {cache.num_pages - 1}"
+            f"block_table[{row}, {col}] is {int(table[row, col])}, "
+            f"the pool has pages 0 to {cache.num_pages - 1}"
         )
+
+
+def _used_pages(
+    call: DecodeCall, cache: PagedCache, lengths: IntArray, counts: IntArray
+) -> npt.NDArray[np.bool_]:
+    """bool [B, max_blocks]: the entries whose page holds a position that some query may see."""
+    page, columns = cache.page_size, cache.block_table.shape[1]
+    anchor_end, start = visible_bounds(lengths, counts, call.spec)
+    if call.attn_mask is None:
+        column = np.arange(columns)
+        used = (column >= (start // page)[:, None]) & (column < (-(-lengths // page))[:, None])
+        return np.asarray(used | (column < (-(-anchor_end // page))[:, None]))
+    position = np.arange(columns * page)
+    seen = (position >= start[:, None]) | (position < anchor_end[:, None])
+    seen &= position < lengths[:, None]
+    allowed = call.attn_mask.any(1).cpu().numpy()  # of the last n positions
+    row, masked = np.nonzero(~allowed)
+    masked += lengths[row] - allowed.shape[1]
+    seen[row[masked >= 0], masked[masked >= 0]] = False
+    return np.asarray(seen.reshape(len(lengths), columns, page).any(2))
 
 
 def layout_of(layout: str | Layout | None) -> Layout | None:

@@ -1,11 +1,13 @@
-"""Device ``npu`` held by host memory: every tensor reports ``npu:0`` and keeps its numbers in a CPU tensor underneath.
+"""Device ``npu`` held by host memory: every tensor reports ``npu:0`` and keeps its numbers in a CPU
+tensor underneath.
 
-None of this is Huawei's code, and nothing that runs on it says anything about a device: no timing, no rounding, no kernel. It
-lets the host side of the Ascend backend (dispatch, layouts, lengths, merge arithmetic) run where there is no NPU. Like a real
-NPU it refuses to mix devices, float64 matrix products and ``.numpy()``. No autograd, no compile, one stream, one device.
+None of this is Huawei's code, and nothing that runs on it says anything about a device: no timing,
+no rounding, no kernel. It lets the host side of the Ascend backend (dispatch, layouts, lengths,
+merge arithmetic) run where there is no NPU. Like a real NPU it refuses to mix devices, float64
+matrix products and ``.numpy()``. No autograd, no compile, one stream, one device.
 
-The name of torch's spare device slot can be given once per process: it stays ``npu`` after ``switch_off``, but then answers
-that no device is available.
+The name of torch's spare device slot can be given once per process: it stays ``npu`` after
+``switch_off``, but then answers that no device is available.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +27,9 @@ from torch.utils.backend_registration import (
 DEVICE_NAME = "Ascend910B3 (splitkv stand-in on the CPU, not a device)"
 
 Kernel = Callable[[Mapping[str, Any]], Any]
-"""Takes an operator's arguments by name, defaults filled in, tensors as CPU tensors; returns CPU tensors."""
+"""Takes an operator's arguments by name, defaults filled in, tensors as CPU tensors; returns CPU
+tensors.
+"""
 
 kernels: dict[str, Kernel] = {}
 """What runs for each qualified operator name, such as ``npu::npu_attention_update``."""
@@ -33,7 +37,9 @@ kernels: dict[str, Kernel] = {}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator that reached the device; ``arguments`` by name for the operators in ``kernels``, else empty."""
+    """One operator that reached the device; ``arguments`` by name for the operators in ``kernels``,
+    else empty.
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -64,11 +70,11 @@ class NpuTensor(torch.Tensor):
     """A tensor of device ``npu:0``; ``raw`` is the CPU tensor that holds its numbers."""
 
     raw: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor) -> "NpuTensor":  # noqa: PYI034
-        tensor: NpuTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, raw: torch.Tensor) -> "NpuTensor":
+        tensor: NpuTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             raw.shape,
             strides=raw.stride(),
@@ -80,12 +86,12 @@ class NpuTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, args, kwargs or {})
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"npu({self.raw!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NpuTensor":
@@ -100,7 +106,8 @@ class NpuTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError(
-            "can't convert npu:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            "can't convert npu:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
+            "to host memory first."
         )
 
 
@@ -125,7 +132,9 @@ class _DeviceModule:
 
     @staticmethod
     def set_device(device: Any) -> None:
-        _check_index(torch.device("npu", device) if isinstance(device, int) else torch.device(device))
+        _check_index(
+            torch.device("npu", device) if isinstance(device, int) else torch.device(device)
+        )
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
@@ -164,16 +173,23 @@ def switch_on() -> None:
         RuntimeError: torch's spare device slot already has another name.
     """
     if not _state.named:
-        _setup_privateuseone_for_python_backend("npu", _DeviceModule(), _Hooks(), _DummyDeviceGuard())
-        fallback = torch.library.Library("_", "IMPL")
-        fallback.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
-        aten = torch.library.Library("aten", "IMPL")
-        aten.impl("_copy_from", _copy_from, "PrivateUse1")  # how a CPU tensor comes to the device
-        for overload in _RESIZING_FACTORIES:
-            aten.impl(overload, _on_host(overload), "PrivateUse1")
-        _state.registrations += [fallback, aten]  # a Library that is collected takes its kernels along
+        _setup_privateuseone_for_python_backend(
+            "npu", _DeviceModule(), _Hooks(), _DummyDeviceGuard()
+        )
+        _register_kernels()
         _state.named = True
     _state.available = True
+
+
+def _register_kernels() -> None:
+    library: Any = torch.library.Library
+    fallback, aten = library("_", "IMPL"), library("aten", "IMPL")
+    fallback.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
+    aten.impl("_copy_from", _copy_from, "PrivateUse1")  # how a CPU tensor comes to the device
+    for overload in _RESIZING_FACTORIES:
+        aten.impl(overload, _on_host(overload), "PrivateUse1")
+    # a Library that is collected takes its kernels along
+    _state.registrations += [fallback, aten]
 
 
 def switch_off() -> None:
@@ -212,7 +228,9 @@ def _unwrap(value: Any) -> Any:
     return value.raw if isinstance(value, NpuTensor) else value
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
     _unwrap(target).copy_(_unwrap(source))
     return target
 
@@ -224,8 +242,8 @@ def _check_one_device(name: str, leaves: list[Any]) -> None:
     for tensor in tensors:
         if not isinstance(tensor, NpuTensor) and (tensor.dim() > 0 or name in kernels):
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, npu:0 and {tensor.device}! "
-                f"({name}; copy it to the NPU first)"
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"npu:0 and {tensor.device}! ({name}; copy it to the NPU first)"
             )
 
 
@@ -239,7 +257,9 @@ def _check_computable(name: str, leaves: list[Any]) -> None:
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name; torch drops those that equal their default, so defaults come back from the schema."""
+    """The arguments by name; torch drops those that equal their default, so defaults come back from
+    the schema.
+    """
     bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     bound |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
     return bound | dict(kwargs)

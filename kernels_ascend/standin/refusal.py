@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 
-class StandinGap(NotImplementedError):
+class StandinGapError(NotImplementedError):
     """The operator may well take this; the stand-in does not model it."""
 
 

@@ -1,7 +1,8 @@
-"""Operator schemas, word for word as torch_npu 2.14.0 declares them (op-plugin's op_plugin_functions.yaml says the same).
+"""Operator schemas, word for word as torch_npu 2.14.0 declares them (op-plugin's
+op_plugin_functions.yaml says the same).
 
-The default overloads only: no ``.out``, no workspace helpers. The two ``_npu_*`` cache and paged operators need the NNAL package
-on a device.
+The default overloads only: no ``.out`` and no workspace helpers. On a device
+``_npu_reshape_and_cache`` needs the NNAL package besides CANN.
 """
 
 SCHEMAS = {

@@ -1,0 +1,31 @@
+"""What ``import splitkv`` costs beyond ``import torch``: seconds, in fresh interpreters.
+
+python -m benchmarks.import_time
+"""
+
+import statistics
+import subprocess
+import sys
+
+RUNS = 7
+CODE = (
+    "import time, torch; start = time.perf_counter(); import splitkv; "
+    "print(time.perf_counter() - start)"
+)
+
+
+def main() -> None:
+    """Print the median and the range."""
+    command = [sys.executable, "-c", CODE]
+    seconds = sorted(
+        float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        for _ in range(RUNS)
+    )
+    print(
+        f"import splitkv, torch already imported: median {statistics.median(seconds):.3f} s, "
+        f"{seconds[0]:.3f} to {seconds[-1]:.3f} s over {RUNS} interpreters"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The command line: which commands there are, and what their answers mean to a shell.
+
+A command is a module of this folder with ``HELP``, ``configure(parser)`` and ``run(args) -> int``.
+It is imported when it is asked for, so that no command waits for another's libraries. Exit codes:
+0 all held, 1 something did not, 2 a malformed request.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from splitkv import __version__
+from splitkv.cli.output import print_json
+
+COMMANDS = {
+    "doctor": "what is installed here, which devices there are, and which backends can run",
+    "explain": "which backend takes a request, and why the others do not",
+    "plan": "how histories are cut into splits on a device",
+    "parity": "run the cases on the backends in reach against the float64 reference",
+    "matrix": "the support matrix: who takes what, and on what evidence",
+    "demo": "a real small model decodes through splitkv",
+    "generate": "continue a text with a model that decodes through splitkv",
+}
+NOT_YET = {
+    "bench": "timings; in a checkout `make bench` has those of the CPU",
+    "tune": "measure a device and write its profile",
+    "verify": "check a build against recorded evidence",
+    "fuzz": "random requests against the float64 reference",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; ``argv`` without the program's name (None: the process's own)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    parser, subparsers = _parser()
+    if command in COMMANDS:
+        module = import_module(f"splitkv.cli.{command}")
+        subparsers[command].description = module.HELP
+        module.configure(subparsers[command])
+    try:
+        args = parser.parse_args(arguments)
+    except SystemExit as stop:  # how argparse ends after --help, --version and usage errors
+        return stop.code if isinstance(stop.code, int) else 2
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        if args.command in NOT_YET:
+            from splitkv.common.support import UnsupportedError
+
+            raise UnsupportedError(f"{NOT_YET[args.command]}: not implemented here yet")
+        return int(module.run(args))
+    except (ValueError, NotImplementedError) as error:
+        if type(error) is NotImplementedError:
+            raise  # a gap in the code, where UnsupportedError is an answer
+        return _refused(args, error)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    parser = argparse.ArgumentParser(
+        prog="splitkv",
+        description="Split-KV decode attention: the same on CPU, NVIDIA GPUs and Ascend NPUs.",
+        epilog="exit codes: 0 all held, 1 something did not hold, 2 malformed request",
+    )
+    parser.add_argument("--version", action="version", version=f"splitkv {__version__}")
+    choices = parser.add_subparsers(dest="command", metavar="command")
+    described = {
+        **COMMANDS,
+        **{name: f"{what} (not implemented here yet)" for name, what in NOT_YET.items()},
+    }
+    subparsers = {}
+    for name, what in described.items():
+        # "resolve": a command may describe its own --json
+        subparsers[name] = choices.add_parser(name, help=what, conflict_handler="resolve")
+        subparsers[name].add_argument(
+            "--json",
+            action="store_true",
+            help="machine-readable output, and nothing else, on stdout",
+        )
+    for name in NOT_YET:
+        subparsers[name].description = described[name]
+        subparsers[name].add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    return parser, subparsers
+
+
+def _refused(args: argparse.Namespace, error: Exception) -> int:
+    print(f"splitkv {args.command}: {error}", file=sys.stderr)
+    if args.json:
+        print_json({"error": str(error), "kind": type(error).__name__})
+    return 2

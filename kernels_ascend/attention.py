@@ -1,0 +1,76 @@
+"""One layer: run the prepared launches, normalise what they report, merge what belongs to one
+query.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splitkv.common.call import DecodeCall
+from splitkv.common.plan import SplitPlan
+from splitkv.common.state import PartialState
+from splitkv.kernels_ascend.host_facts import HostFacts, read_facts
+from splitkv.kernels_ascend.lse import normalise
+from splitkv.kernels_ascend.merge import merge
+from splitkv.kernels_ascend.prepare import Prepared, prepare
+from splitkv.kernels_ascend.runtime import is_capturing
+
+
+def partial(call: DecodeCall, plan: SplitPlan) -> PartialState:
+    """The state of all queries of ``call`` over its cache; each launch's out was rounded to the
+    query's dtype by the operator.
+
+    Raises:
+        UnsupportedError: a documented limit of the operators that only the tensors show; nothing
+        was launched. RuntimeError: host facts are needed from the device while its stream is
+        captured.
+    """
+    spec = call.spec
+    facts = read_facts(call, plan.bound)
+    if not call.q.numel() or not any(facts.lengths):
+        return PartialState.empty(call.rows, spec.head_dim_v, device=call.q.device)
+    prepared = _prepared(call, plan, facts)
+    q = call.q.reshape(-1, spec.num_q_heads // prepared.fold, spec.head_dim).contiguous()
+    results = [normalise(*launch.run(call, q)) for launch in prepared.launches]
+    state = _merged(results, prepared.gather, q, spec.head_dim_v)
+    shape = call.rows
+    return PartialState(
+        state.max.reshape(shape), state.lse.reshape(shape), state.out.reshape(*shape, -1)
+    )
+
+
+def _prepared(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepared:
+    key = ("ascend", call.spec)
+    made_for = (facts, call.q.shape, call.cache.k.shape, call.q.device)
+    bound = plan.bound.get(key)
+    if not isinstance(bound, _Bound) or bound.made_for != made_for:
+        if is_capturing():
+            raise RuntimeError(
+                "the stream is being captured, and this plan has not yet run for these lengths and "
+                "shapes: run one call with it before the capture"
+            )
+        bound = _Bound(made_for, prepare(call, plan, facts))
+        plan.bound[key] = bound
+    return bound.prepared
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bound:
+    made_for: tuple[object, ...]
+    prepared: Prepared
+
+
+def _merged(
+    results: list[tuple[Tensor, Tensor]], gather: Tensor | None, q: Tensor, head_dim_v: int
+) -> PartialState:
+    """One state per slot, [slots, H]."""
+    nothing = PartialState.empty((1, q.shape[1]), head_dim_v, device=q.device)
+    if gather is None and results:
+        ((out, lse),) = results
+        return PartialState(lse, lse, out)
+    outs = torch.cat([*(out for out, _ in results), nothing.out])
+    lses = torch.cat([*(lse for _, lse in results), nothing.lse])
+    assert gather is not None
+    picked = [PartialState(lses[row], lses[row], outs[row]) for row in gather]
+    return merge(picked)

@@ -1,0 +1,119 @@
+"""Calls of npu_fused_infer_attention_score (v1): the only file that spells its keywords.
+
+Every call passes scale, both head counts and the LSE flag, whose defaults (1.0, 1, 0, off) are
+never what is meant. Lengths are host integers. Results come back as out [rows, H, Dv] in the
+query's dtype and lse float32 [rows, H].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitkv.kernels_ascend.runtime import operators
+
+COMPRESSED_MASK_SIDE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Head counts of one call and its softmax scale."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    scale: float
+
+    def keywords(self) -> dict[str, Any]:
+        return {
+            "num_heads": self.num_q_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "scale": self.scale,
+            "softmax_lse_flag": True,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A page pool in the operator's form, [blocks, P, K * D] or [blocks, K, P, D], and a row's
+    blocks, int32 [rows, blocks].
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    page_size: int
+
+
+def packed_queries(
+    q: Tensor,
+    heads: Heads,
+    counts: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    pages: Pages | None = None,
+    kv: tuple[Tensor, Tensor] | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Layout TND: row r has counts[r] queries of q [sum of counts, H, D] and kv_lens[r] keys.
+
+    Keys lie in ``pages``, or one row after the other in ``kv`` [sum of kv_lens, K, D]. causal:
+    bottom-right aligned in each row.
+    """
+    k, v = (pages.k, pages.v) if pages is not None else kv or (None, None)
+    # running sums for queries; for keys too, unless there is a block table
+    lengths = list(kv_lens) if pages is not None else list(accumulate(kv_lens))
+    masking = {"sparse_mode": 3, "atten_mask": compressed_mask(q.device)} if causal else {}
+    out, lse = operators().npu_fused_infer_attention_score(
+        q,
+        k,
+        v,
+        input_layout="TND",
+        actual_seq_lengths=list(accumulate(counts)),
+        actual_seq_lengths_kv=lengths,
+        **_page_keywords(pages),
+        **masking,
+        **heads.keywords(),
+    )
+    return out, lse[..., 0]  # (T, N, 1)
+
+
+def single_queries(
+    q: Tensor,
+    heads: Heads,
+    kv_lens: Sequence[int],
+    *,
+    layout: str,
+    pages: Pages | None = None,
+    kv: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Layout BSND or BNSD with one query per row, q [rows, H, D]; keys in ``pages``, or in ``kv``
+    [rows, T, K, D] ([rows, K, T, D]).
+    """
+    k, v = (pages.k, pages.v) if pages is not None else kv or (None, None)
+    out, lse = operators().npu_fused_infer_attention_score(
+        q[:, None] if layout == "BSND" else q[:, :, None],
+        k,
+        v,
+        input_layout=layout,
+        actual_seq_lengths_kv=list(kv_lens),
+        **_page_keywords(pages),
+        **heads.keywords(),
+    )
+    return out.flatten(1, 2), lse[..., 0, 0]  # (B, N, S, 1) whatever the layout
+
+
+def _page_keywords(pages: Pages | None) -> dict[str, Any]:
+    return {} if pages is None else {"block_table": pages.table, "block_size": pages.page_size}
+
+
+@cache
+def compressed_mask(device: torch.device) -> Tensor:
+    """The mask that sparse modes 2, 3 and 4 want whatever the lengths: bool [2048, 2048], True
+    hides, strictly upper triangular.
+    """
+    side = COMPRESSED_MASK_SIDE
+    return torch.ones(side, side, dtype=torch.bool, device=device).triu(1)

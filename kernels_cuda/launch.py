@@ -1,0 +1,40 @@
+"""One kernel launch as data, so that it can be run, or compiled ahead of time for a device that is not there."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """A kernel, its number of programs, its arguments by name, and the compiler's options.
+
+    The programs lie on grid axis 0 alone, whose limit is 2**31 - 1 (the other axes end at 65535).
+    """
+
+    kernel: Any
+    programs: int
+    arguments: Mapping[str, object]
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def run(self, device: torch.device) -> None:
+        """Launch on ``device``, which need not be the current one; nothing happens where there are no programs."""
+        if self.programs:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                self.kernel[(self.programs,)](**self.arguments, **self.options)
+
+
+def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...] | None:
+    """The strides as a kernel takes them, in elements; 0 where a dimension of 1 stands for all."""
+    if tensor is None:
+        return None
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def query_strides(tensor: Tensor, dims: int) -> tuple[int, ...]:
+    """Strides of a tensor of ``dims`` dimensions, or of a packed one, whose request stride is 0."""
+    return (0,) * (dims - tensor.ndim) + tensor.stride()

@@ -1,0 +1,75 @@
+"""Which tokens a tile of query rows sees. The predicate is that of ``splitkv.common.visibility``."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_bounds(
+    start,
+    end,
+    opens_window,
+    length,
+    first_position,
+    last_position,
+    masked_from,
+    window,
+    anchors,
+    QUERIES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """``(start, full_start, full_end, end)`` for rows at first_position to last_position of one request.
+
+    Some row sees something only in [start, end); every row sees everything in [full_start, full_end), which is a whole number of
+    tiles, begins a whole number of tiles after ``start``, and ends before ``masked_from``, where a mask or a bias begins. The split was
+    planned as [start, end), perhaps for a longer request.
+    """
+    end = tl.minimum(end, length)
+    full_start = start
+    full_end = tl.minimum(end, masked_from)
+    if CAUSAL:
+        end = tl.minimum(end, last_position + 1)
+        full_end = tl.minimum(full_end, first_position + 1)
+    if WINDOW:
+        if opens_window != 0:
+            # The window of a shorter request starts earlier. Anchors stop it: they are a split of their own.
+            start = tl.minimum(start, tl.maximum(length - QUERIES - window + 1, anchors))
+        if start >= anchors:
+            start = tl.maximum(start, first_position - window + 1)
+        full_start = tl.maximum(start, last_position - window + 1)
+    end = tl.maximum(end, start)
+    full_start = tl.minimum(start + tl.cdiv(full_start - start, BLOCK_N) * BLOCK_N, end)
+    full_end = full_start + tl.maximum(full_end - full_start, 0) // BLOCK_N * BLOCK_N
+    return start, full_start, full_end, end
+
+
+@triton.jit
+def tokens_seen(at, end, first_position, window, anchors, WINDOW: tl.constexpr):
+    """Whether some row sees token ``at`` [N] of a range that ends at ``end``: only such tokens are loaded."""
+    seen = at < end
+    if WINDOW:
+        seen &= (at > first_position - window) | (at < anchors)
+    return seen
+
+
+@triton.jit
+def pairs_visible(
+    at, seen, position, asked, window, anchors, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Whether the row at ``position`` [M] sees token ``at`` [N]; [M, N]."""
+    visible = asked[:, None] & seen[None, :]
+    if CAUSAL:
+        visible &= at[None, :] <= position[:, None]
+    if WINDOW:
+        visible &= (at[None, :] > position[:, None] - window) | (at < anchors)[None, :]
+    return visible
+
+
+@triton.jit
+def load_columns(rows, stride, at, masked_from, visible, other: tl.constexpr):
+    """A mask or bias [M, N] whose column 0 is token ``masked_from``; ``other`` where there is no column or nothing to mask."""
+    column = at - masked_from
+    cells = rows[:, None] + column[None, :].to(tl.int64) * stride
+    return tl.load(cells, mask=visible & (column >= 0)[None, :], other=other)

@@ -1,0 +1,183 @@
+"""The merge kernel: one program merges the partial states of one query head, however many there are, in a fixed order.
+
+The formulas stand in ``splitkv.common.state``. One state, or one among empty ones, comes out bit for bit: its weight is 1, and
+what is added to it is -0.0, the identity of addition.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitkv.common.call import DecodeCall
+from splitkv.common.state import PartialState
+from splitkv.kernels_cuda.launch import Launch, query_strides
+from splitkv.kernels_cuda.plan import DevicePlan, device_offsets
+from splitkv.kernels_cuda.primitives import add_sink, finite_or_zero_top, loop_bound, narrow
+from splitkv.kernels_cuda.states import Destination, Workspace
+from splitkv.kernels_cuda.tiles import power_of_two
+
+
+@triton.jit(
+    do_not_specialize=["states", "queries", "heads"],
+    do_not_specialize_on_alignment=["slots", "cu_seqlens_q", "sinks"],
+)
+def merge_kernel(
+    part_out,  # [slots, rows, Dv] of S * H rows
+    part_lse,  # [slots, rows]
+    part_top,
+    slots,  # None (states 0 to ``states`` belong to all rows), or [B + 1]
+    cu_seqlens_q,  # None, or [B + 1]
+    sinks,  # None, or [H]
+    out,  # [B, S, H, Dv] or [tokens, H, Dv]
+    lse,
+    top,  # None, or like lse
+    out_strides,  # request, query, head, dim
+    lse_strides,
+    top_strides,
+    states,
+    queries,
+    heads,
+    DV: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = program % (queries * heads)
+    request = (program // (queries * heads)).to(tl.int64)
+    step = row // heads
+    head = row % heads
+    first = tl.zeros([], tl.int32)
+    last = states
+    if slots is not None:
+        first = tl.load(slots + request)
+        last = tl.load(slots + request + 1)
+    if first == last:  # the split kernel has finished this request
+        return
+    query = step.to(tl.int64)
+    if cu_seqlens_q is not None:
+        first_query = tl.load(cu_seqlens_q + request).to(tl.int64)
+        query += first_query
+        if query >= tl.load(cu_seqlens_q + request + 1):
+            return
+
+    # The largest maximum and the largest lse, then every state weighted against the latter.
+    best_top = tl.full([BLOCK_STATES], float("-inf"), tl.float32)
+    best_lse = best_top
+    for start in tl.range(loop_bound(first), loop_bound(last), BLOCK_STATES):
+        state = start + tl.arange(0, BLOCK_STATES)
+        there = state < last
+        cell = state.to(tl.int64) * (queries * heads) + row
+        best_top = tl.maximum(best_top, tl.load(part_top + cell, mask=there, other=float("-inf")))
+        best_lse = tl.maximum(best_lse, tl.load(part_lse + cell, mask=there, other=float("-inf")))
+    merged_top = tl.max(best_top, 0)
+    base = finite_or_zero_top(tl.max(best_lse, 0))
+
+    dv = tl.arange(0, BLOCK_DV)
+    totals = tl.zeros([BLOCK_STATES], tl.float32)
+    summed = tl.full([BLOCK_STATES, BLOCK_DV], -0.0, tl.float32)
+    for start in tl.range(loop_bound(first), loop_bound(last), BLOCK_STATES):
+        state = start + tl.arange(0, BLOCK_STATES)
+        there = state < last
+        cell = state.to(tl.int64) * (queries * heads) + row
+        state_lse = tl.load(part_lse + cell, mask=there, other=float("-inf"))
+        values_at = part_out + cell[:, None] * DV + dv[None, :]
+        values = tl.load(values_at, mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+        weight = tl.exp(state_lse - base)
+        totals += weight
+        seen = state_lse != float("-inf")
+        summed += tl.where(seen[:, None], values * weight[:, None], -0.0)
+    total = tl.sum(totals, 0)
+    merged = tl.sum(summed, 0)
+
+    nothing = total == 0.0
+    divisor = tl.where(nothing, 1.0, total)
+    merged_lse = tl.where(nothing, float("-inf"), tl.where(total == 1.0, base, base + tl.log(divisor)))
+    merged = tl.where(nothing, 0.0, tl.where(total == 1.0, merged, merged / divisor))
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        merged_lse, share = add_sink(merged_lse, sink)
+        merged *= share
+    head = head.to(tl.int64)
+    if top is not None:
+        tl.store(top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2], merged_top)
+    tl.store(lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2], merged_lse)
+    out_row = out + request * out_strides[0] + query * out_strides[1] + head * out_strides[2]
+    tl.store(out_row + dv * out_strides[3], narrow(merged, out.dtype.element_ty), mask=dv < DV)
+
+
+def merge_launch(
+    call: DecodeCall,
+    plan: DevicePlan,
+    workspace: Workspace,
+    destination: Destination,
+    sinks: Tensor | None,
+) -> Launch:
+    """Merge the partial states of every request that has several splits, and finish them."""
+    spec = call.spec
+    return _launch(
+        workspace,
+        destination,
+        programs=plan.batch * spec.num_queries * spec.num_q_heads,
+        slots=plan.slots,
+        cu_seqlens_q=device_offsets(call),
+        sinks=sinks,
+        states=0,
+        queries=spec.num_queries,
+        heads=spec.num_q_heads,
+    )
+
+
+def merge_stacked(states: PartialState) -> PartialState:
+    """Merge float32 states stacked on axis 0, contiguous or not.
+
+    states: max and lse [N, ..., H], out [N, ..., H, Dv].
+    """
+    shape, device = states.lse.shape[1:], states.lse.device
+    lse, top = (torch.empty(shape, device=device) for _ in range(2))
+    out = torch.empty(states.out.shape[1:], device=device)
+    if (rows := lse.numel()) == 0:
+        return PartialState(top, lse, out)
+    parts = Workspace(
+        states.out.reshape(-1, rows, out.shape[-1]).contiguous(),
+        states.lse.reshape(-1, rows).contiguous(),
+        states.max.reshape(-1, rows).contiguous(),
+    )
+    flat = Destination(out.view(1, rows, -1), lse.view(1, rows), top.view(1, rows))
+    launch = _launch(
+        parts,
+        flat,
+        programs=rows,
+        slots=None,
+        cu_seqlens_q=None,
+        sinks=None,
+        states=states.lse.shape[0],
+        queries=1,
+        heads=rows,
+    )
+    launch.run(device)
+    return PartialState(top, lse, out)
+
+
+def _launch(parts: Workspace, destination: Destination, programs: int, **arguments: object) -> Launch:
+    head_dim_v = parts.out.shape[-1]
+    block = power_of_two(head_dim_v)
+    return Launch(
+        merge_kernel,
+        programs,
+        {
+            "part_out": parts.out,
+            "part_lse": parts.lse,
+            "part_top": parts.top,
+            "out": destination.out,
+            "lse": destination.lse,
+            "top": destination.top,
+            "out_strides": query_strides(destination.out, 4),
+            "lse_strides": query_strides(destination.lse, 3),
+            "top_strides": None if destination.top is None else query_strides(destination.top, 3),
+            "DV": head_dim_v,
+            "BLOCK_STATES": max(min(16, 4096 // block), 1),
+            "BLOCK_DV": block,
+            **arguments,
+        },
+    )

@@ -1,0 +1,152 @@
+"""A plan as the kernels read it: work items and workspace slots, on the device."""
+
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splitkv.common.call import DecodeCall
+from splitkv.common.plan import SplitMode, SplitPlan
+from splitkv.common.visibility import IntArray
+
+ITEM_FIELDS = 5
+"""request, start, end, whether it opens the request's window, workspace slot"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DevicePlan:
+    """items: int32 [5, capacity], one column per (request, split), longest first. slots: int32 [B + 1].
+
+    An item holds request, start, end, whether it opens the request's window, and the workspace slot of its partial state: -1
+    where the request has no other item, whose result is then final. Every request has an item, if an empty one, so that every row
+    of the output is written. Columns past the last item hold request -1. Partial states of request b lie in slots[b] to
+    slots[b + 1]. num_items, num_slots: how many there are, or an upper bound where the cuts were made on the device; max_slots:
+    how many slots there can be after a refresh.
+    """
+
+    items: Tensor
+    slots: Tensor
+    num_items: int
+    num_slots: int
+    max_slots: int
+
+    @property
+    def capacity(self) -> int:
+        return self.items.shape[1]
+
+    @property
+    def batch(self) -> int:
+        return self.slots.shape[0] - 1
+
+    @classmethod
+    def over(
+        cls, buffer: Tensor, batch: int, *, num_items: int, num_slots: int, max_slots: int
+    ) -> "DevicePlan":
+        """Views of ``buffer``, int32 [5 * capacity + B + 1]."""
+        capacity = (len(buffer) - batch - 1) // ITEM_FIELDS
+        items, slots = buffer.split([ITEM_FIELDS * capacity, batch + 1])
+        return cls(items.view(ITEM_FIELDS, capacity), slots, num_items, num_slots, max_slots)
+
+    def refreshable(self) -> "DevicePlan":
+        """The same memory, to be launched over all that a refreshed plan may come to hold."""
+        return replace(self, num_items=self.capacity, num_slots=self.max_slots)
+
+
+_buffers: WeakKeyDictionary[SplitPlan, dict[torch.device, Tensor]] = WeakKeyDictionary()
+"""A plan keeps its memory when it is refreshed: a captured graph goes on reading it."""
+
+
+def bind(plan: SplitPlan, device: torch.device) -> DevicePlan:
+    """The device's copy of ``plan``, uploaded when there is none yet or the plan was refreshed since.
+
+    A CUDA graph keeps reading this copy, so the plan must outlive the graph; after ``plan.refresh`` call ``bind`` (or
+    decode once) before the graph is replayed, and the graph computes by the new cuts.
+
+    Raises:
+        RuntimeError: the upload would have to happen during CUDA graph capture.
+    """
+    key = bound_key(device)
+    if (bound := plan.bound.get(key)) is None:
+        if capturing(device):
+            raise RuntimeError(
+                "a plan is uploaded by its first use, which cannot be captured in a CUDA graph; decode once before the capture"
+            )
+        bound = plan.bound[key] = _upload(plan, device)
+    assert isinstance(bound, DevicePlan)
+    return bound
+
+
+def bound_key(device: torch.device) -> tuple[object, ...]:
+    """Where ``plan.bound`` keeps the device's copy."""
+    return (DevicePlan, device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of ``device`` is being captured in a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; a host tensor goes through pinned memory, so that nobody waits.
+
+    Raises:
+        RuntimeError: during CUDA graph capture, whose replays would read the same host memory again.
+    """
+    if tensor.device == device:
+        return tensor
+    if capturing(device):
+        raise RuntimeError("lengths and offsets must live on the device while a CUDA graph is captured, got host tensors")
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def device_offsets(call: DecodeCall) -> Tensor | None:
+    """``cu_seqlens_q`` where the kernels read it."""
+    if call.cu_seqlens_q is None:
+        return None
+    return to_device(call.cu_seqlens_q, call.q.device).contiguous()
+
+
+def _upload(plan: SplitPlan, device: torch.device) -> DevicePlan:
+    table, slots, num_items = _tables(plan)
+    flat = torch.from_numpy(np.concatenate([table.reshape(-1), slots]))
+    buffers = _buffers.setdefault(plan, {})
+    if device not in buffers:
+        buffers[device] = torch.empty(len(flat), dtype=torch.int32, device=device)
+    pinned = flat.pin_memory() if device.type == "cuda" else flat
+    buffers[device].copy_(pinned, non_blocking=True)
+    whole = plan.mode is SplitMode.WHOLE and not (plan.spec.sliding_window and plan.spec.anchor_tokens)
+    return DevicePlan.over(
+        buffers[device],
+        plan.batch,
+        num_items=num_items,
+        num_slots=int(slots[-1]),
+        max_slots=0 if whole else len(plan.request),
+    )
+
+
+def _tables(plan: SplitPlan) -> tuple[np.ndarray, np.ndarray, int]:
+    """``(items, slots, number of items)`` of a host plan."""
+    count, order = plan.num_splits, plan.launch_order
+    counts = np.diff(plan.indptr)
+    shared = counts > 1
+    slots = np.concatenate([[0], np.cumsum(np.where(shared, counts, 0))]).astype(np.int32)
+    request = plan.request[:count]
+    within = np.arange(count) - plan.indptr[request]
+    slot = np.where(shared[request], slots[request] + within, -1)
+    columns = (request, plan.start[:count], plan.end[:count], plan.window_first[:count], slot)
+    idle = np.flatnonzero(counts == 0)
+    num_items = count + len(idle)
+    items = np.full((ITEM_FIELDS, len(plan.request) + plan.batch), -1, np.int32)
+    items[:, :count] = np.stack(columns)[:, order]
+    items[:, count:num_items] = _empty_items(idle)
+    return items, slots, num_items
+
+
+def _empty_items(requests: IntArray) -> IntArray:
+    zeros = np.zeros_like(requests)
+    return np.stack([requests, zeros, zeros, zeros, zeros - 1])

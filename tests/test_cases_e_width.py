@@ -1,0 +1,168 @@
+"""Faults that users met elsewhere: offsets past 2**31 and launch limits.
+
+The buffers are gigabytes of address space, of which the system gives memory to the pages touched only.
+"""
+
+import numpy as np
+import pytest
+import torch
+from backends_in_reach import IN_REACH, InReach, backends
+from histories import (
+    assert_near,
+    lengths32,
+    random_history,
+    random_queries,
+    same_bits,
+)
+from torch import Tensor
+
+from splitkv import DecodeSpec, PagedCache, append_kv, plan_splits
+
+INTERPRETED = ("cuda (interpreter)",)
+PAST_INT32 = 2**31
+
+
+def zeros_untouched(elements: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are written."""
+    raw = np.zeros(elements * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.bfloat16])
+@backends(slow=INTERPRETED)
+def test_E01_page_offset_past_int32_reads_the_right_page(
+    on: InReach, kv_dtype: torch.dtype
+) -> None:
+    page, width, pages = 480, 576, 7800
+    low, high = 7767, 7768
+    assert low * page * width < PAST_INT32 <= high * page * width + page * width
+    pool = zeros_untouched(pages * page * width, kv_dtype).view(pages, page, 1, width)
+    content = random_history([2 * page], 1, width, dtype=kv_dtype).k[0].unflatten(0, (2, page))
+    q = random_queries(1, 16, width, dtype=torch.bfloat16)
+    results = []
+    for first, second in ((0, 1), (high, low)):
+        pool[first], pool[second] = content[0], content[1]
+        table = torch.tensor([[first, second]], dtype=torch.int32)
+        results.append(
+            on.decode(
+                q,
+                pool,
+                pool[..., :512],
+                block_table=table,
+                seq_lens=lengths32([2 * page]),
+                layout="NHD",
+            )
+        )
+    assert bool(results[0][0].any())
+    assert same_bits(results[0], results[1])
+
+
+@backends(slow=INTERPRETED)
+def test_E03_query_row_offset_past_int32(on: InReach) -> None:
+    rows, heads, dim, stride = 2100, 64, 128, 2**20
+    assert (rows - 1) * stride >= PAST_INT32
+    buffer = zeros_untouched(rows * stride, torch.float16)
+    q = buffer.as_strided((rows, heads, dim), (stride, dim, 1))
+    q[-1] = 1.0
+    history = random_history([1], 8, dim, dtype=torch.float16)
+    cache = history.paged(16)
+    out, _ = on.decode(
+        q,
+        cache["k"],
+        cache["v"],
+        block_table=cache["block_table"].expand(rows, 1),
+        seq_lens=torch.ones(rows, dtype=torch.int32),
+        layout="NHD",
+    )
+    value = history.v[0][0].repeat_interleave(heads // 8, 0)
+    assert torch.equal(out[-1], value)
+    assert torch.equal(out[0], value)
+
+
+@pytest.mark.parametrize(
+    "window_left", [4095, pytest.param(None, marks=pytest.mark.slow)], ids=["window", "whole"]
+)
+@backends(slow=INTERPRETED)
+def test_E04_strided_view_past_int32_sees_its_tail(on: InReach, window_left: int | None) -> None:
+    tokens, heads, dim = 233100, 24, 128
+    fused = zeros_untouched(tokens * 3 * heads * dim, torch.int8).view(1, tokens, 3 * heads, dim)
+    k, v = fused[:, :, heads : 2 * heads], fused[:, :, 2 * heads :]
+    assert (tokens - 1) * k.stride(1) >= PAST_INT32 > k.numel()
+    k[0, -1, :, 0], v[0, -1] = 20, 7
+    q = torch.zeros(1, heads, dim)
+    q[..., 0] = 1.0
+    out, _ = on.decode(
+        q,
+        k,
+        v,
+        seq_lens=lengths32([tokens]),
+        layout="BSND",
+        sm_scale=1.0,
+        k_scale=torch.ones(heads),
+        v_scale=torch.ones(heads),
+        window_left=window_left,
+    )
+    others = tokens - 1 if window_left is None else window_left
+    weight = float(np.exp(20.0) / (np.exp(20.0) + others))
+    assert_near(out, torch.full_like(out, 7 * weight), bound=7e-5)
+
+
+@pytest.mark.parametrize("on", IN_REACH, ids=lambda on: on.name)
+def test_E05_split_scratch_past_int32_is_counted_exactly(on: InReach) -> None:
+    batch, heads, dim, splits = 65, 1024, 512, 64
+    spec = DecodeSpec(
+        num_q_heads=heads, num_kv_heads=8, head_dim=dim, layout="NHD", page_size=16  # type: ignore[arg-type]
+    )
+    plan = on.plan(spec, [splits * 1024] * batch, tile=16, num_splits=splits)
+    rows = batch * splits * heads
+    assert rows * dim > PAST_INT32
+    assert plan.num_splits == batch * splits
+    assert plan.partial_bytes == rows * (dim + 2) * 4
+    with pytest.raises(ValueError, match=rf"capacity {batch * splits - 1} is below the {batch * splits}"):
+        plan_splits(
+            spec,
+            [splits * 1024] * batch,
+            profile=plan.profile,
+            num_splits=splits,
+            capacity=batch * splits - 1,
+        )
+
+
+@backends(slow=INTERPRETED)
+def test_E06_append_to_slots_past_int32_round_trips(on: InReach) -> None:
+    slots, width = [0, 3728269, 3728271, 4000000], 576
+    assert slots[1] * width < PAST_INT32 <= slots[2] * width
+    pool = zeros_untouched((slots[-1] + 1) * width, torch.float8_e4m3fn).view(-1, 1, 1, width)
+    new = random_history([4], 1, width, dtype=torch.float8_e4m3fn).k[0].unsqueeze(1)
+    table = torch.tensor(slots, dtype=torch.int32)[:, None]
+    cache = PagedCache(pool, pool, table, lengths32([1, 1, 1, 1]))
+    append_kv(cache, new, new)
+    assert same_bits((pool[slots],), (new,))
+    neighbours = [1, 2, 3728268, 3728270, 3728272, 3999999]
+    assert not pool[neighbours].view(torch.uint8).any()
+    out, _ = on.decode(
+        torch.zeros(4, 1, width),
+        pool,
+        pool,
+        block_table=table,
+        seq_lens=lengths32([1, 1, 1, 1]),
+        layout="NHD",
+    )
+    assert torch.equal(out[:, 0], new[:, 0, 0].float())
+
+
+@backends(slow=INTERPRETED)
+def test_E08_batch_times_heads_past_the_grid_limit(on: InReach) -> None:
+    batch, heads = 2050, 32
+    assert batch * heads > 65535
+    history = random_history([1] * batch, heads, 16, dtype=torch.float16)
+    q = random_queries(batch, heads, 16, dtype=torch.float16)
+    cache = history.dense()
+    half = batch // 2
+    for num_splits in (1, 2):
+        out, lse = on.decode(q, **cache, num_splits=num_splits)
+        assert torch.equal(out[-1], history.v[-1][0])
+        for part in (slice(0, half), slice(half, batch)):
+            rows = {key: x if key == "layout" else x[part] for key, x in cache.items()}
+            alone = on.decode(q[part], **rows, num_splits=num_splits)
+            assert same_bits((out[part], lse[part]), alone)
