@@ -63,6 +63,10 @@ class Backend(ABC):
         """
         return []
 
+    def route(self, spec: DecodeSpec) -> str | None:
+        """Which of several ways of computing serves ``spec``, for people; None where there is one."""
+        return None
+
     def plan(
         self,
         spec: DecodeSpec,

@@ -1,9 +1,13 @@
 """The CPU backend: torch on the CPU, every feature, and float64 on request."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from splitkv.backends.base import Backend
 from splitkv.backends.cpu_attention import attend
+from splitkv.backends.cpu_work import scratch_bytes
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.profile import CPU, DeviceProfile
@@ -13,7 +17,7 @@ from splitkv.common.support import Range, Support
 
 
 class CpuBackend(Backend):
-    """Torch on the CPU."""
+    """Torch on the CPU: takes everything. float64 q, k and v make it the oracle."""
 
     name = "cpu"
     device_type = "cpu"
@@ -32,7 +36,14 @@ class CpuBackend(Backend):
         return None
 
     def profile(self) -> DeviceProfile:
-        return CPU
+        """One worker: a product already uses every thread, so that splits would only add merges."""
+        threads = torch.get_num_threads()
+        source = f"{CPU.source}; {threads} threads (torch.get_num_threads()) work as one"
+        return replace(CPU, workers=1, source=source)
+
+    def workspace_bytes(self, plan: SplitPlan) -> int:
+        """Bytes of partial states and of the scratch that the calling thread keeps."""
+        return plan.partial_bytes + scratch_bytes(plan.spec)
 
     def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
         assert plan is not None  # plan_for always gives one: host lengths cost nothing here

@@ -1,7 +1,7 @@
 """Attention on the CPU: the strands of a plan through matrix products, tile by tile, into states.
 
-Scratch is bounded by the tiles (``cpu_work.OPERAND_BYTES``, ``SCORE_BYTES``), whatever the history. GQA is
-never expanded: the query heads of a kv head are rows of one product.
+Scratch is bounded by the tiles (``cpu_work.OPERAND_BYTES``, ``SCORE_BYTES``), whatever the history.
+GQA is never expanded: the query heads of a kv head are rows of one product.
 """
 
 import math
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from splitkv.backends.cpu_scores import adjust
-from splitkv.backends.cpu_tiles import SCRATCH, TileReader, tile_readers
+from splitkv.backends.cpu_tiles import SCRATCH, Tiles
 from splitkv.backends.cpu_work import SCORE_BYTES, Strands, Work, work_of
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.state import PartialState, merge_states_torch
 
 ROW_STEP = 4
-"""More rows than this are padded to its multiple: MKL 2024.2 cuts a lone product of 5 to 7 or 10 rows
-among threads, but not a batch of them, and then the bits differ."""
+"""More rows than this are padded to its multiple: MKL 2024.2 cuts a lone product of 5 to 7 or 10
+rows among threads, but not a batch of them, and then the bits differ."""
 
 
 def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
@@ -29,11 +29,13 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
     wide = torch.float64 in (spec.dtype, spec.cache_dtype)
     dtype = torch.float64 if wide else torch.float32
     work = work_of(call, plan)
-    splits = _empty(int(work.bounds[-1]) + 1, call, dtype)  # the last row stays the state of nothing
+    splits = _empty(
+        int(work.bounds[-1]) + 1, call, dtype
+    )  # the last row stays the state of nothing
     queries = _scaled_queries(call, work, dtype)
-    keys, values = tile_readers(call.cache, dtype)
+    tiles = Tiles.of(call.cache, dtype)
     for strands in work.strands:
-        state = _attend(call, strands, queries, keys, values)
+        state = _attend(call, strands, queries, tiles)
         for whole, part in zip(_fields(splits), _fields(state), strict=True):
             # [g, K, S, G, ...] to [g * S, H, ...]
             rows = part.transpose(1, 2).reshape(-1, spec.num_q_heads, *part.shape[4:])
@@ -57,7 +59,7 @@ def _empty(rows: int, call: DecodeCall, dtype: torch.dtype) -> PartialState:
 
 
 def _scaled_queries(call: DecodeCall, work: Work, dtype: torch.dtype) -> Tensor:
-    """Queries times sm_scale and k_scale, [rows, K, G, D]: scores of codes are then those of values."""
+    """Queries times sm_scale and k_scale, [rows, K, G, D]: codes then score like values."""
     spec = call.spec
     shape = (-1, spec.num_kv_heads, spec.group, spec.head_dim)
     q = call.q.to(dtype).mul(spec.scale).reshape(shape)
@@ -67,8 +69,8 @@ def _scaled_queries(call: DecodeCall, work: Work, dtype: torch.dtype) -> Tensor:
 def _scale_values(out: Tensor, call: DecodeCall, work: Work) -> Tensor:
     """``out`` [rows, H, Dv] of codes turned into that of values."""
     assert call.v_scale is not None
-    by_head = out.unflatten(1, (call.spec.num_kv_heads, call.spec.group))
-    return (by_head * _row_scale(call.v_scale, work, out.dtype)).flatten(1, 2)
+    by_head = out.view(-1, call.spec.num_kv_heads, call.spec.group, call.spec.head_dim_v)
+    return (by_head * _row_scale(call.v_scale, work, out.dtype)).view_as(out)
 
 
 def _row_scale(scale: Tensor, work: Work, dtype: torch.dtype) -> Tensor:
@@ -78,7 +80,7 @@ def _row_scale(scale: Tensor, work: Work, dtype: torch.dtype) -> Tensor:
 
 
 def _merged(splits: PartialState, plan: SplitPlan, work: Work) -> PartialState:
-    """Splits merged in their order; where a request has fewer than others, with the state of nothing."""
+    """Splits merged in their order; the state of nothing fills up what a request has fewer."""
     count = np.diff(plan.indptr)
     if (count == 1).all():
         return splits[:-1]
@@ -91,36 +93,29 @@ def _merged(splits: PartialState, plan: SplitPlan, work: Work) -> PartialState:
     return merge_states_torch(parts)
 
 
-def _attend(
-    call: DecodeCall, strands: Strands, queries: Tensor, keys: TileReader, values: TileReader
-) -> PartialState:
+def _attend(call: DecodeCall, strands: Strands, queries: Tensor, tiles: Tiles) -> PartialState:
     """The states of the strands, [g, K, S, G]."""
     spec, steps = call.spec, strands.queries
     q = queries[strands.query_rows].unflatten(0, (-1, steps)).transpose(1, 2)  # [g, K, S, G, D]
     q = _pad_rows(q.flatten(2, 3))
     pile = _Pile.empty(q, strands, spec.head_dim_v)
     for offset in range(0, strands.padded, strands.tile):
-        tokens = min(strands.tile, strands.padded - offset)
-        _attend_tile(call, strands, offset, q, keys.read(strands, offset, tokens), values, pile)
+        _attend_tile(call, strands, offset, q, tiles, pile)
     state = pile.folded()
     rows, shape = steps * spec.group, (steps, spec.group)
     return PartialState(*(x[:, :, :rows].unflatten(2, shape) for x in _fields(state)))
 
 
 def _attend_tile(
-    call: DecodeCall,
-    strands: Strands,
-    offset: int,
-    q: Tensor,
-    key: Tensor,
-    values: TileReader,
-    pile: "_Pile",
+    call: DecodeCall, strands: Strands, offset: int, q: Tensor, tiles: Tiles, pile: "_Pile"
 ) -> None:
-    """Adds one tile's state to ``pile``. q: [g, K, R, D] with R rows padded; key: [g, K, C, D]."""
-    tokens, shape = key.shape[2], (strands.queries, call.spec.group)
+    """Adds the state of the tile at ``offset`` to ``pile``. q: [g, K, R, D] with R rows padded."""
+    tokens = min(strands.tile, strands.padded - offset)
+    shape = (strands.queries, call.spec.group)
     rows = shape[0] * shape[1]
+    places = tiles.locate(strands, offset, tokens)
     scores = SCRATCH.take("scores", (*q.shape[:3], tokens), q.dtype)
-    _product(q, key.transpose(2, 3), scores)
+    _product(q, tiles.read_key(places).transpose(2, 3), scores)
     seen = adjust(scores[:, :, :rows].unflatten(2, shape), call, strands, offset)
     top = scores.amax(-1)
     torch.softmax(scores, -1, out=scores)
@@ -129,7 +124,7 @@ def _attend_tile(
         nothing = top == -math.inf
         scores.masked_fill_(nothing[..., None], 0.0)
         weight.masked_fill_(nothing, 1.0)
-    value = values.read(strands, offset, tokens)
+    value = tiles.read_value(places)
     if seen is not None:
         _clear_unseen(value, seen)
     out = pile.push(top, top - weight.log_())
@@ -139,7 +134,7 @@ def _attend_tile(
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """``left @ right`` for [g, K, R, X] and [g, K, X, Y] into contiguous ``out``; copies nothing."""
+    """``left @ right`` for [g, K, R, X] and [g, K, X, Y] into contiguous ``out``; no copies."""
     count, heads = left.shape[:2]
     if count == 1 or heads == 1 or right.stride(0) == heads * right.stride(1):
         torch.bmm(_joined(left), _joined(right), out=_joined(out))

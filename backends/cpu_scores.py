@@ -14,7 +14,7 @@ from splitkv.common.visibility import visible_mask
 def adjust(scores: Tensor, call: DecodeCall, strands: Strands, offset: int) -> Tensor | None:
     """Apply cap, ALiBi, bias and masks to ``scores`` [g, K, S, G, C] in place.
 
-    Returns what may be seen, bool [g, S, C] (with a bias [g, K or 1, S, G or 1, C]), or None where every row sees every token.
+    Returns what may be seen, bool [g, K or 1, S, G or 1, C]; None where every row sees every token.
     """
     spec = call.spec
     if spec.logits_soft_cap is not None:
@@ -43,7 +43,7 @@ def _needs_mask(call: DecodeCall, strands: Strands, offset: int, tokens: int) ->
     masked = high > strands.end
     if call.attn_mask is not None:
         masked = masked | (high > strands.lengths - call.attn_mask.shape[-1])
-    if spec.causal and strands.queries > 1:
+    if spec.causal and spec.num_queries > 1:
         masked = masked | (high - 1 > strands.position)
     if spec.sliding_window is not None:
         last = strands.position + strands.queries - 1
@@ -85,12 +85,12 @@ def _alibi(slopes: Tensor, strands: Strands, offset: int, scores: Tensor) -> Ten
     key, query = _positions(strands, offset, tokens)
     distance = (key[:, None, :] - query[:, :, None]).to(scores.dtype)
     chosen = slopes[torch.from_numpy(strands.request)] if slopes.ndim == 2 else slopes[None]
-    chosen = chosen.to(scores.dtype).unflatten(-1, (heads, group))
+    chosen = chosen.to(scores.dtype).reshape(-1, heads, group)
     return chosen[:, :, None, :, None] * distance[:, None, :, None, :]
 
 
 def _bias(bias: Tensor, strands: Strands, offset: int, scores: Tensor) -> Tensor:
-    """The bias of each (query, token) pair, 0 for positions before its columns: [g, K or 1, S, G or 1, C]."""
+    """[g, K or 1, S, G or 1, C]: the bias of each pair, 0 for positions before its columns."""
     _, heads, _, group, tokens = scores.shape
     n = bias.shape[-1]
     column = _positions(strands, offset, tokens)[0] - torch.from_numpy(strands.lengths)[:, None] + n
@@ -98,11 +98,12 @@ def _bias(bias: Tensor, strands: Strands, offset: int, scores: Tensor) -> Tensor
     step = torch.from_numpy(strands.query)[:, None] + torch.arange(strands.queries)
     if not n:
         return scores.new_zeros(len(strands), 1, strands.queries, 1, tokens)
-    # indexing request, step and column together moves the head dimension to the end: [g, S, C, H or 1]
+    nearest = column.clamp(0, n - 1)[:, None]
+    # indices on both sides of the heads put the heads last: [g, S, C, H or 1]
     picked = bias.transpose(1, 2)[
-        torch.from_numpy(request)[:, None, None], step[:, :, None], :, column.clamp(0, n - 1)[:, None]
+        torch.from_numpy(request)[:, None, None], step[..., None], :, nearest
     ]
     inside = ((column >= 0) & (column < n))[:, None, :, None]
     picked = torch.where(inside, picked, 0.0).to(scores.dtype)
-    shape = (heads, group) if picked.shape[-1] > 1 else (1, 1)
-    return picked.unflatten(-1, shape).permute(0, 3, 1, 4, 2)
+    shape = (heads, group) if bias.shape[1] > 1 else (1, 1)
+    return picked.view(*picked.shape[:3], *shape).permute(0, 3, 1, 4, 2)

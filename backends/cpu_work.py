@@ -1,8 +1,8 @@
 """What the CPU has to do for a plan: strands of equal shape, so that one batched product serves
 many requests.
 
-A strand is one split seen by a chunk of its request's queries. How it is cut and padded follows from
-that strand alone, never from its neighbours: so a request's bits do not depend on its batch.
+A strand is one split seen by a chunk of its request's queries. How it is cut and padded follows
+from that strand alone, never from its neighbours: so a request's bits do not depend on its batch.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,14 @@ from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.visibility import IntArray, as_lengths, visible_bounds
 
-OPERAND_BYTES = 8 << 20
-"""Scratch for one tile of K or V; two of them and their scores stay in an L3 of 32 MiB."""
+OPERAND_BYTES = 4 << 20
+"""Scratch for one tile of K or V: small enough for the caches of two or more cores."""
 SCORE_BYTES = 8 << 20
 """Scratch for the scores of one tile."""
 QUERY_ROWS = 8192
 """Most (query, head) rows of a strand; longer query ranges are cut into chunks."""
 PAD_TOKENS = 64
-"""Strands are padded to a multiple of this, so that those of nearly equal length share a product."""
-_BOUND = "work of the cpu backend"
-"""Key in ``plan.bound``."""
+"""Strands are padded to a multiple of this, so that those of similar length share a product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,8 @@ class Strands:
     of ``tile`` tokens.
 
     request, start, end: int64 [g], positions [start, end) of that request. query: [g], index of the
-    first query in its request; position: [g], its position; query_rows, state_rows: [g * queries], rows
-    among all queries and among all states. lengths: [g].
+    first query in its request; position: [g], its position; query_rows, state_rows: [g * queries],
+    rows among all queries and among all states. lengths: [g].
     """
 
     queries: int
@@ -60,8 +58,8 @@ class Strands:
 class Work:
     """All strands of a plan for given lengths (int64 [B]) and query counts ([B]).
 
-    bounds: [N + 1], where each split's states begin when states lie split by split. request, step: [rows],
-    request and index within it of each query row.
+    bounds: [N + 1], where each split's states begin when states lie split by split. request, step:
+    [rows], request and index within it of each query row.
     """
 
     lengths: IntArray
@@ -75,7 +73,8 @@ class Work:
 def work_of(call: DecodeCall, plan: SplitPlan) -> Work:
     """The work for ``call``; kept with the plan, so that the layers of a step share it."""
     lengths, counts = as_lengths("seq_lens", call.cache.seq_lens), _query_counts(call)
-    known = plan.bound.get(_BOUND)
+    key = ("work of the cpu backend", call.spec.dtype)
+    known = plan.bound.get(key)
     if isinstance(known, Work) and _same(known.lengths, lengths) and _same(known.counts, counts):
         return known
     request = np.repeat(np.arange(len(counts)), counts)
@@ -83,7 +82,7 @@ def work_of(call: DecodeCall, plan: SplitPlan) -> Work:
     bounds = np.concatenate(([0], np.cumsum(counts[plan.request[: plan.num_splits]])))
     groups = list(_strands(call.spec, plan, lengths, counts, first, bounds))
     work = Work(lengths, counts, groups, bounds, request, np.arange(len(request)) - first[request])
-    plan.bound[_BOUND] = work
+    plan.bound[key] = work
     return work
 
 
@@ -94,6 +93,20 @@ def tile_tokens(spec: DecodeSpec, queries: int) -> int:
     scores = queries * spec.num_q_heads * width
     tokens = min(OPERAND_BYTES // per_token, SCORE_BYTES // scores)
     return max(tokens // PAD_TOKENS, 1) * PAD_TOKENS
+
+
+def scratch_bytes(spec: DecodeSpec) -> int:
+    """Bytes that a thread keeps for calls with ``spec``, rounded up.
+
+    ``OPERAND_BYTES`` each for a tile and for gathered rows, and ``SCORE_BYTES``; more where
+    ``PAD_TOKENS`` tokens of all heads are larger than that.
+    """
+    steps = min(spec.num_queries, max(QUERY_ROWS // spec.num_q_heads, 1))
+    width = 8 if torch.float64 in (spec.dtype, spec.cache_dtype) else 4
+    tokens = tile_tokens(spec, 1)
+    row = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v) * width
+    scores = tile_tokens(spec, steps) * steps * spec.num_q_heads * width
+    return 2 * tokens * row + max(scores, SCORE_BYTES)
 
 
 def _query_counts(call: DecodeCall) -> IntArray:
@@ -128,7 +141,7 @@ def _strands(
     first: IntArray,
     bounds: IntArray,
 ) -> Iterator[Strands]:
-    """All strands with something to read, grouped by shape so that a group's tiles fit the scratch."""
+    """All strands with something to read, grouped by shape; a group's tiles fit the scratch."""
     start, end = _split_ranges(plan, lengths)
     request = plan.request[: plan.num_splits].astype(np.int64)
     chunk = max(QUERY_ROWS // spec.num_q_heads, 1)

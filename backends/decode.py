@@ -1,4 +1,6 @@
-"""The way of one call: check, select, plan, compute. Nothing here looks back at what a later stage did."""
+"""The way of one call: check, select, plan, compute. Nothing here looks back at what a later stage
+did.
+"""
 
 from collections.abc import Sequence
 
@@ -37,15 +39,18 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over a long cached history.
 
-    q: [B, H, D] (S = 1), [B, S, H, D], or [T, H, D] with ``cu_seqlens_q`` int [B + 1]. alibi_slopes: [H] or [B, H]. attn_bias:
-    [B or 1, H or 1, S, n] and attn_mask: bool [B, S, n], for the last n positions of each request. sinks: [H], one unscaled
-    logit per query head. k_scale, v_scale: [1], [K] or [B, K]. out: like q with Dv; lse: float32 [B, (S,) H]; both are written in place
-    where given. plan: from ``Backend.plan``, shared by all layers of a step (neither split argument goes with it).
+    q: [B, H, D] (S = 1), [B, S, H, D], or [T, H, D] with ``cu_seqlens_q`` int [B + 1].
+    alibi_slopes: [H] or [B, H]. attn_bias: [B or 1, H or 1, S, n] and attn_mask: bool [B, S, n],
+    for the last n positions of each request. sinks: [H], one unscaled logit per query head.
+    k_scale, v_scale: [1], [K] or [B, K]. out: like q with Dv; lse: float32 [B, (S,) H]; both are
+        written in place where given. plan: from ``Backend.plan``, shared by all layers of a step
+        (neither split argument goes with it).
     validate: "full" (default on CPU), "shapes" (default elsewhere) or "none".
 
     Returns:
-        ``(out, lse)``: out in q's shape with Dv and q's dtype, lse float32 [B, (S,) H], natural log, the one ``out`` is
-        normalised by (sinks included). A row that sees nothing is (0, -inf).
+        ``(out, lse)``: out in q's shape with Dv and q's dtype, lse float32 [B, (S,) H], natural
+        log, the one ``out`` is normalised by (sinks included). A row that sees nothing is (0,
+        -inf).
 
     Raises:
         ValueError: malformed, with argument, value and limit.
@@ -94,13 +99,17 @@ def partial(
     backend: str | None = None,
     validate: str | None = None,
 ) -> PartialState:
-    """The state of the queries over this cache, to be merged with others; arguments as for ``decode``. Never holds a sink.
+    """The state of the queries over this cache, to be merged with others; arguments as for
+    ``decode``. Never holds a sink.
 
     Returns:
         ``PartialState`` with max, lse [B, (S,) H] and out [B, (S,) H, Dv], float32.
     """
     if spec.sinks:
-        raise ValueError("a partial state never holds a sink: use a spec with sinks=False and give the sinks to finish()")
+        raise ValueError(
+            "a partial state never holds a sink: use a spec with sinks=False and give the sinks to "
+            "finish()"
+        )
     level = _level(validate, q.device)
     cache = _paged(cache, spec, level)
     chosen, call, plan = _prepare(
@@ -168,7 +177,9 @@ def _prepare(
     level: Validate,
 ) -> tuple[Backend, DecodeCall, SplitPlan | None]:
     if plan is not None and (num_splits is not None or split_size is not None):
-        raise ValueError("plan fixes the splits already: give plan, num_splits or split_size, only one of them")
+        raise ValueError(
+            "plan fixes the splits already: give plan, num_splits or split_size, only one of them"
+        )
     if plan is None:
         check_call(call, None, level)
         chosen = select(call.spec, call.q.device, backend)
@@ -185,7 +196,9 @@ def _prepare(
 
 
 def _binding(call: DecodeCall, backend: str | None) -> tuple[object, ...]:
-    """What must be unchanged for a call with a bound plan to skip the checks: everything that ``shapes`` looks at."""
+    """What must be unchanged for a call with a bound plan to skip the checks: everything that
+    ``shapes`` looks at.
+    """
     cache = call.cache
     tensors = (
         call.q,
@@ -220,7 +233,11 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def _check_destination(
-    name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     if tensor is None:
         return

@@ -53,12 +53,14 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Decode attention in one call.
 
-    q: [B, H, D] or [B, S, H, D]; packed [T, H, D] with ``cu_seqlens_q`` int [B + 1]. k, v: dense with ``layout`` "BSND"
-    [B, T, K, D] or "BNSD" [B, K, T, D]; pages with ``block_table`` int [B, max_blocks] (or ``kv_indptr``, ``kv_indices``),
-    ``seq_lens`` and ``layout`` "NHD" [pages, P, K, D] or "HND" [pages, K, P, D]; packed [tokens, K, D] with ``cu_seqlens_k``
-    int [B + 1] and no layout. v may have another last dimension Dv. seq_lens: int [B], tokens of each request, the new ones
-    included (dense caches only may leave it out: all T). The layout is never guessed. Other arguments: as for ``splitkv.decode``;
-    ``sliding_window`` counts the query's own position, ``window_left`` is one less (-1: unlimited).
+    q: [B, H, D] or [B, S, H, D]; packed [T, H, D] with ``cu_seqlens_q`` int [B + 1]. k, v: dense
+    with ``layout`` "BSND" [B, T, K, D] or "BNSD" [B, K, T, D]; pages with ``block_table`` int [B,
+    max_blocks] (or ``kv_indptr``, ``kv_indices``), ``seq_lens`` and ``layout`` "NHD" [pages, P, K,
+    D] or "HND" [pages, K, P, D]; packed [tokens, K, D] with ``cu_seqlens_k`` int [B + 1] and no
+    layout. v may have another last dimension Dv. seq_lens: int [B], tokens of each request, the new
+    ones included (dense caches only may leave it out: all T). The layout is never guessed. Other
+    arguments: as for ``splitkv.decode``; ``sliding_window`` counts the query's own position,
+        ``window_left`` is one less (-1: unlimited).
 
     Returns:
         out like q with Dv, or ``(out, lse)`` with lse float32 [B, (S,) H] if ``return_lse``.
@@ -135,7 +137,8 @@ def partial_attention(
     backend: str | None = None,
     validate: str | None = None,
 ) -> PartialState:
-    """The state of the queries over these keys in one call; arguments as for ``decode_attention``, without sinks.
+    """The state of the queries over these keys in one call; arguments as for ``decode_attention``,
+    without sinks.
 
     Returns:
         ``PartialState`` with max, lse [B, (S,) H] and out [B, (S,) H, Dv], float32.
@@ -198,12 +201,16 @@ def _cache(
     lengths = None if seq_lens is None else _length_tensor(seq_lens)
     if cu_seqlens_k is not None:
         if kind not in (None, Layout.PACKED) or lengths is not None:
-            raise ValueError(f"cu_seqlens_k goes with no layout and no seq_lens, got layout {layout!r}")
+            raise ValueError(
+                f"cu_seqlens_k goes with no layout and no seq_lens, got layout {layout!r}"
+            )
         return PackedCache(k, v, cu_seqlens_k)
     if block_table is None and kv_indptr is None:
         return _dense(k, v, lengths, kind)
     if kind is None or not kind.paged:
-        raise ValueError(f"a paged cache needs layout 'NHD' or 'HND' (it is never guessed), got {layout!r}")
+        raise ValueError(
+            f"a paged cache needs layout 'NHD' or 'HND' (it is never guessed), got {layout!r}"
+        )
     if lengths is None:
         raise ValueError("a paged cache needs seq_lens [B]")
     if kv_indptr is not None:
@@ -217,12 +224,15 @@ def _dense(k: Tensor, v: Tensor, lengths: Tensor | None, kind: Layout | None) ->
     if kind not in (Layout.BSND, Layout.BNSD):
         got = None if kind is None else kind.value
         raise ValueError(
-            "a dense cache needs layout 'BSND' or 'BNSD', a paged one block_table, a packed one cu_seqlens_k; "
+            "a dense cache needs layout 'BSND' or 'BNSD', a paged one block_table, a packed one "
+            "cu_seqlens_k; "
             f"got layout {got!r} and no table"
         )
     if lengths is None:
         if k.ndim != 4:
-            raise ValueError(f"k must be [B, T, K, D] (BSND) or [B, K, T, D] (BNSD), got shape {list(k.shape)}")
+            raise ValueError(
+                f"k must be [B, T, K, D] (BSND) or [B, K, T, D] (BNSD), got shape {list(k.shape)}"
+            )
         tokens = k.shape[1 if kind is Layout.BSND else 2]
         lengths = torch.full((k.shape[0],), tokens, dtype=torch.int32)
     return DenseCache(k, v, lengths, kind)
@@ -246,7 +256,11 @@ def _spec(
     if q.ndim not in ((3,) if packed else (3, 4)):
         shape = "[T, H, D] with cu_seqlens_q" if packed else "[B, H, D] or [B, S, H, D]"
         raise ValueError(f"q must be {shape}, got shape {list(q.shape)}")
-    queries = _longest_query(cu_seqlens_q) if cu_seqlens_q is not None else (q.shape[1] if q.ndim == 4 else 1)
+    queries = (
+        _longest_query(cu_seqlens_q)
+        if cu_seqlens_q is not None
+        else (q.shape[1] if q.ndim == 4 else 1)
+    )
     return DecodeSpec(
         num_q_heads=q.shape[-2],
         num_kv_heads=cache.num_kv_heads,
@@ -265,7 +279,9 @@ def _spec(
 
 
 def _longest_query(cu_seqlens_q: Tensor) -> int:
-    """Largest S of a packed batch; waits for a device tensor (``decode`` with a spec of fixed num_queries does not)."""
+    """Largest S of a packed batch; waits for a device tensor (``decode`` with a spec of fixed
+    num_queries does not).
+    """
     return int(cu_seqlens_q.diff().max()) if cu_seqlens_q.numel() > 1 else 1
 
 
@@ -273,7 +289,9 @@ def _scale_kind(name: str, scale: Scale | None, cache: Cache) -> ScaleKind | Non
     if scale is None:
         return None
     if cache.k.dtype not in QUANTISED_DTYPES:
-        raise ValueError(f"{name} needs a quantised cache {QUANTISED_DTYPES}, the cache is {cache.k.dtype}")
+        raise ValueError(
+            f"{name} needs a quantised cache {QUANTISED_DTYPES}, the cache is {cache.k.dtype}"
+        )
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return ScaleKind.TENSOR
     if tuple(scale.shape) == (cache.num_kv_heads,):
@@ -281,7 +299,8 @@ def _scale_kind(name: str, scale: Scale | None, cache: Cache) -> ScaleKind | Non
     if tuple(scale.shape) == (cache.batch, cache.num_kv_heads):
         return ScaleKind.REQUEST_HEAD
     raise ValueError(
-        f"{name} must be a number, [K] = [{cache.num_kv_heads}] or [B, K] = [{cache.batch}, {cache.num_kv_heads}], "
+        f"{name} must be a number, [K] = [{cache.num_kv_heads}] or [B, K] = [{cache.batch}, "
+        f"{cache.num_kv_heads}], "
         f"got {list(scale.shape)}"
     )
 

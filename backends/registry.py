@@ -28,21 +28,24 @@ def backend_named(name: str) -> Backend:
 def reasons(
     backend: Backend, spec: DecodeSpec, device: torch.device | str | None = None
 ) -> list[str]:
-    """Why ``backend`` cannot serve ``spec`` for tensors on ``device`` (None: any) on this machine."""
+    """Why ``backend`` cannot serve ``spec`` for tensors on ``device`` (None: any) on this
+    machine.
+    """
     found = []
     if device is not None and torch.device(device).type != backend.device_type:
         found.append(
-            f"the tensors are on {torch.device(device).type}, it takes {backend.device_type} tensors; move them"
+            f"the tensors are on {torch.device(device).type}, it takes {backend.device_type} "
+            "tensors; move them"
         )
     if (missing := backend.missing()) is not None:
         found.append(missing)
     return found + backend.refusals(spec)
 
 
-def explain(
-    spec: DecodeSpec, device: torch.device | str | None = None
-) -> dict[str, list[str]]:
-    """Every backend's answer: its reasons against ``spec``, an empty list where it takes it. Runs nothing."""
+def explain(spec: DecodeSpec, device: torch.device | str | None = None) -> dict[str, list[str]]:
+    """Every backend's answer: its reasons against ``spec``, an empty list where it takes it. Runs
+    nothing.
+    """
     return {backend.name: reasons(backend, spec, device) for backend in BACKENDS}
 
 
@@ -53,7 +56,8 @@ def select(
 
     Raises:
         ValueError: ``name`` is not a backend.
-        UnsupportedError: nobody (or not the named one) takes it; the text has every reason, and who can where somebody can.
+        UnsupportedError: nobody (or not the named one) takes it; the text has every reason, and who
+        can where somebody can.
     """
     candidates = BACKENDS if name is None else (backend_named(name),)
     for backend in candidates:

@@ -33,10 +33,10 @@ NOT_YET = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; ``argv`` without the program's name (None: the process's own)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = next((word for word in arguments if not word.startswith("-")), None)
+    command = next((word for word in arguments if not word.startswith("-")), "")
     parser, subparsers = _parser()
-    if command in COMMANDS:
-        module = import_module(f"splitkv.cli.{command}")
+    module = import_module(f"splitkv.cli.{command}") if command in COMMANDS else None
+    if module is not None:
         subparsers[command].description = module.HELP
         module.configure(subparsers[command])
     try:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        if args.command in NOT_YET:
+        if module is None:
             from splitkv.common.support import UnsupportedError
 
             raise UnsupportedError(f"{NOT_YET[args.command]}: not implemented here yet")

@@ -1,10 +1,13 @@
-"""Views of K and V: what the tensors, lengths and tables of a call become. A cache owns no policy and copies nothing.
+"""Views of K and V: what the tensors, lengths and tables of a call become. A cache owns no policy
+and copies nothing.
 
-Lengths and tables may live on the host or on the device; int32 and int64 are accepted. Construction checks shapes and dtypes
-only; values are read by ``splitkv.common.validate`` when the caller asks for it.
+Lengths and tables may live on the host or on the device; int32 and int64 are accepted. Construction
+checks shapes and dtypes only; values are read by ``splitkv.common.validate`` when the caller asks
+for it.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +22,9 @@ def check_index(name: str, tensor: Tensor, shape: str, ndim: int) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor {shape}, got {type(tensor).__name__}")
     if tensor.dtype not in _INDEX_DTYPES:
-        raise ValueError(f"{name} must be int32 or int64, got {tensor.dtype}; convert it with .to(torch.int32)")
+        raise ValueError(
+            f"{name} must be int32 or int64, got {tensor.dtype}; convert it with .to(torch.int32)"
+        )
     if tensor.ndim != ndim:
         raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
 
@@ -30,7 +35,8 @@ def _check_pair(k: Tensor, v: Tensor, ndim: int, shape: str) -> None:
             raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"k and v must agree in all but the last dimension, got {list(k.shape)} and {list(v.shape)}"
+            f"k and v must agree in all but the last dimension, got {list(k.shape)} and "
+            f"{list(v.shape)}"
         )
     if k.device != v.device:
         raise ValueError(f"k and v must be on one device, got {k.device} and {v.device}")
@@ -47,7 +53,8 @@ def _check_batch(name: str, got: int, want: int, other: str) -> None:
 class DenseCache:
     """One row of capacity T per request.
 
-    k: [B, T, K, D] for layout BSND, [B, K, T, D] for BNSD; v: the same with Dv. seq_lens: int [B], valid positions.
+    k: [B, T, K, D] for layout BSND, [B, K, T, D] for BNSD; v: the same with Dv. seq_lens: int [B],
+        valid positions.
     """
 
     k: Tensor
@@ -91,7 +98,8 @@ class DenseCache:
 class PackedCache:
     """Requests one after the other.
 
-    k: [sum of T, K, D]; v: [sum of T, K, Dv]; cu_seqlens_k: int [B + 1], starts at 0, ends at the row count of k.
+    k: [sum of T, K, D]; v: [sum of T, K, Dv]; cu_seqlens_k: int [B + 1], starts at 0, ends at the
+        row count of k.
     """
 
     k: Tensor
@@ -135,9 +143,9 @@ class PackedCache:
 class PagedCache:
     """Pages of a pool, found through a table.
 
-    k: [pages, P, K, D] for layout NHD, [pages, K, P, D] for HND; v: the same with Dv, any strides. block_table: int
-    [B, max_blocks], page of each logical block; an entry is used iff its page holds a position that some query may see, and no
-    other entry is read. seq_lens: int [B].
+    k: [pages, P, K, D] for layout NHD, [pages, K, P, D] for HND; v: the same with Dv, any strides.
+    block_table: int [B, max_blocks], page of each logical block; an entry is used iff its page
+    holds a position that some query may see, and no other entry is read. seq_lens: int [B].
     """
 
     k: Tensor
@@ -167,10 +175,12 @@ class PagedCache:
         last_page_len: Tensor | None = None,
         layout: Layout = Layout.NHD,
     ) -> "PagedCache":
-        """From FlashInfer's page lists: pages of request b are kv_indices[kv_indptr[b]:kv_indptr[b + 1]].
+        """From FlashInfer's page lists: pages of request b are kv_indices[kv_indptr[b]:kv_indptr[b
+        + 1]].
 
-        Lengths come as ``seq_lens`` or as ``last_page_len`` (1 to P for a request with pages, a full last page is P, never 0).
-        Reads kv_indptr (and last_page_len) on the host, once; seq_lens only where they are on the host already.
+        Lengths come as ``seq_lens`` or as ``last_page_len`` (1 to P for a request with pages, a
+        full last page is P, never 0). Reads kv_indptr (and last_page_len) on the host, once;
+        seq_lens only where they are on the host already.
 
         Raises:
             ValueError: indptr not rising from 0 to len(kv_indices), both or neither length
@@ -180,7 +190,7 @@ class PagedCache:
         check_index("kv_indptr", kv_indptr, "[B + 1]", 1)
         check_index("kv_indices", kv_indices, "[pages of all requests]", 1)
         bounds = check_offsets("kv_indptr", kv_indptr, kv_indices.shape[0])
-        counts = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+        counts = [high - low for low, high in pairwise(bounds)]
         page_size = k.shape[1 if Layout(layout) is Layout.NHD else 2]
         if (seq_lens is None) == (last_page_len is None):
             raise ValueError("kv_indptr needs exactly one of seq_lens and last_page_len")
@@ -225,10 +235,11 @@ class PagedCache:
 class RingCache:
     """Pages that are reused in a circle, with pinned pages for the anchors: a short block table.
 
-    k, v, layout: as for ``PagedCache``. block_table: int [B, anchor_blocks + ring_blocks]; logical block n is column n while
-    n < anchor_blocks, and column anchor_blocks + (n - anchor_blocks) % ring_blocks after that. seq_lens: int [B], the whole
-    history's length (positions are never reset). Which positions are still resident is the window's affair: with
-    W = sliding_window, a ring evicted in whole blocks needs ceil((W - 1) / P) + 1 blocks. max_seq_len: upper bound of
+    k, v, layout: as for ``PagedCache``. block_table: int [B, anchor_blocks + ring_blocks]; logical
+    block n is column n while n < anchor_blocks, and column anchor_blocks + (n - anchor_blocks) %
+    ring_blocks after that. seq_lens: int [B], the whole history's length (positions are never
+    reset). Which positions are still resident is the window's affair: with W = sliding_window, a
+    ring evicted in whole blocks needs ceil((W - 1) / P) + 1 blocks. max_seq_len: upper bound of
     ``seq_lens`` on the host (None: read from ``seq_lens``, which waits for a device).
     """
 
@@ -245,7 +256,8 @@ class RingCache:
         columns = self.block_table.shape[1]
         if not 0 <= self.anchor_blocks < max(columns, 1):
             raise ValueError(
-                f"anchor_blocks must be 0 to {max(columns, 1) - 1} (the table has {columns} columns), "
+                f"anchor_blocks must be 0 to {max(columns, 1) - 1} (the table has {columns} "
+                "columns), "
                 f"got {self.anchor_blocks}"
             )
         object.__setattr__(self, "layout", Layout(self.layout))
@@ -260,7 +272,9 @@ class RingCache:
         return self.k.shape[1 if self.layout is Layout.NHD else 2]
 
     def as_paged(self) -> PagedCache:
-        """The same pages under a full-length table, so that paged kernels serve a ring unchanged."""
+        """The same pages under a full-length table, so that paged kernels serve a ring
+        unchanged.
+        """
         longest = self.max_seq_len
         if longest is None:
             longest = int(self.seq_lens.max()) if len(self.seq_lens) else 0
@@ -282,11 +296,13 @@ def check_offsets(name: str, offsets: Tensor, total: int) -> list[int]:
     values: list[int] = offsets.tolist()
     if not values or values[0] != 0:
         raise ValueError(f"{name}[0] must be 0, got {values[0] if values else 'no entry'}")
-    for index, (low, high) in enumerate(zip(values, values[1:], strict=False)):
+    for index, (low, high) in enumerate(pairwise(values)):
         if high < low:
             raise ValueError(f"{name} must not fall: {name}[{index + 1}] is {high} after {low}")
     if values[-1] != total:
-        raise ValueError(f"{name}[{len(values) - 1}] must be the row count {total}, got {values[-1]}")
+        raise ValueError(
+            f"{name}[{len(values) - 1}] must be the row count {total}, got {values[-1]}"
+        )
     return values
 
 
@@ -298,8 +314,7 @@ def _check_held(counts: list[int], seq_lens: Tensor, page_size: int) -> None:
     for index, (count, length) in enumerate(zip(counts, seq_lens.tolist(), strict=True)):
         if length > count * page_size:
             raise ValueError(
-                f"seq_lens[{index}] is {length}, "
-                f"its {count} pages hold {count * page_size} tokens"
+                f"seq_lens[{index}] is {length}, its {count} pages hold {count * page_size} tokens"
             )
 
 
@@ -310,7 +325,8 @@ def _lengths_from_last_page(counts: list[int], last_page_len: Tensor, page_size:
     for index, (count, last) in enumerate(zip(counts, last_page_len.tolist(), strict=True)):
         if count and not 1 <= last <= page_size:
             raise ValueError(
-                f"last_page_len[{index}] is {last}, allowed are 1 to {page_size} (a full last page is {page_size})"
+                f"last_page_len[{index}] is {last}, allowed are 1 to {page_size} (a full last page "
+                f"is {page_size})"
             )
         lengths.append((count - 1) * page_size + last if count else 0)
     return torch.tensor(lengths, dtype=torch.int32, device=last_page_len.device)

@@ -10,12 +10,14 @@ from splitkv.common.spec import DecodeSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeCall:
-    """Queries, cache and whatever masks and scales come with them; checked before a backend sees it.
+    """Queries, cache and whatever masks and scales come with them; checked before a backend sees
+    it.
 
-    q: [B, S, H, D], or [sum of S, H, D] with cu_seqlens_q. alibi_slopes: float32 [H] or [B, H]. attn_bias: [B or 1, H or 1, S, n], added to
-    the scaled and capped scores of the last n positions. attn_mask: bool [B, S, n], True may be seen, of the last n positions
-    of each request (column c is position seq_len - n + c); earlier positions stay visible. k_scale, v_scale: float32 [1],
-    [K] or [B, K].
+    q: [B, S, H, D], or [sum of S, H, D] with cu_seqlens_q. alibi_slopes: float32 [H] or [B, H].
+    attn_bias: [B or 1, H or 1, S, n], added to the scaled and capped scores of the last n
+    positions. attn_mask: bool [B, S, n], True may be seen, of the last n positions of each request
+    (column c is position seq_len - n + c); earlier positions stay visible. k_scale, v_scale:
+    float32 [1], [K] or [B, K].
     """
 
     q: Tensor

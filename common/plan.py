@@ -1,8 +1,9 @@
-"""Which worker reads which KV range of which request, and what is merged into what: integers in, integers out.
+"""Which worker reads which KV range of which request, and what is merged into what: integers in,
+integers out.
 
-The cost model is one line: predicted time = slowest worker's bytes / its share of the bandwidth + merge. Lengths are counted in
-granules (the tile, rounded up to whole pages), and a request is cut evenly, so cuts depend on that request's own
-length and on the granules per split alone.
+The cost model is one line: predicted time = slowest worker's bytes / its share of the bandwidth +
+merge. Lengths are counted in granules (the tile, rounded up to whole pages), and a request is cut
+evenly, so cuts depend on that request's own length and on the granules per split alone.
 """
 
 import heapq
@@ -36,13 +37,14 @@ class SplitMode(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SplitPlan:
-    """Splits of every request of one step, sorted by request, then by position; arrays are updated in place by ``refresh``.
+    """Splits of every request of one step, sorted by request, then by position; arrays are updated
+    in place by ``refresh``.
 
-    request, start, end: int32 [capacity]; split n reads positions [start, end) of its request. Only the first
-        ``num_splits`` entries count.
+    request, start, end: int32 [capacity]; split n reads positions [start, end) of its request. Only
+        the first ``num_splits`` entries count.
     indptr: int32 [B + 1]; the splits of request b are indptr[b] to indptr[b + 1].
-    window_first: bool [capacity]; this split opens its request's window: when the plan serves a shorter request than it was made
-        for, the split starts where that request's window starts.
+    window_first: bool [capacity]; this split opens its request's window: when the plan serves a
+        shorter request than it was made for, the split starts where that request's window starts.
     seq_lens: int32 [B], the lengths planned for. The plan stays right for any shorter request, if
         the one who executes it clips ``end`` to the actual length L and moves the ``start`` of an
         opening split to min(start, max(L - S - W + 1, anchor_tokens)). The anchors stop it: where
@@ -86,11 +88,15 @@ class SplitPlan:
 
     @property
     def launch_order(self) -> IntArray:
-        """Splits, longest first: the order that keeps the last worker from starting late. int64 [N]."""
+        """Splits, longest first: the order that keeps the last worker from starting late. int64
+        [N].
+        """
         return np.argsort(-self.lengths, kind="stable")
 
     def worker_tokens(self) -> IntArray:
-        """Tokens that each worker reads when splits are handed out in launch order, int64 [workers]."""
+        """Tokens that each worker reads when splits are handed out in launch order, int64
+        [workers].
+        """
         loads = [(0, worker) for worker in range(self.profile.workers)]
         for tokens in self.lengths[self.launch_order].tolist():
             for _ in range(self.spec.num_kv_heads):
@@ -105,7 +111,9 @@ class SplitPlan:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of the partial states of requests with more than one split (float32 max, lse and out)."""
+        """Bytes of the partial states of requests with more than one split (float32 max, lse and
+        out).
+        """
         counts = np.diff(self.indptr)
         rows = int(counts[counts > 1].sum()) * self.spec.num_queries * self.spec.num_q_heads
         return rows * (self.spec.head_dim_v + 2) * 4
@@ -126,13 +134,16 @@ class SplitPlan:
         """Launch, slowest worker's read and merge, by the profile's numbers."""
         slowest = int(self.worker_tokens().max(initial=0))
         merge = self.partial_bytes and _merge_seconds(self.spec, self.profile, self.num_splits)
-        return self.profile.launch_seconds + slowest * token_seconds(self.spec, self.profile) + merge
+        return (
+            self.profile.launch_seconds + slowest * token_seconds(self.spec, self.profile) + merge
+        )
 
     def refresh(self, seq_lens: "Sequence[int] | IntArray") -> None:
         """Plan again for other lengths, in place, within the capacity.
 
         Raises:
-            ValueError: another number of requests, or more splits than the capacity holds; the plan is then unchanged.
+            ValueError: another number of requests, or more splits than the capacity holds; the plan
+            is then unchanged.
         """
         lengths = as_lengths("seq_lens", seq_lens)
         if len(lengths) != self.batch:
@@ -140,7 +151,8 @@ class SplitPlan:
         cuts = _cut(self.spec, self.profile, self.mode, self.requested, self.granule, lengths)
         if len(cuts.request) > len(self.request):
             raise ValueError(
-                f"the lengths need {len(cuts.request)} splits, the plan's capacity is {len(self.request)}; "
+                f"the lengths need {len(cuts.request)} splits, the plan's capacity is "
+                f"{len(self.request)}; "
                 "plan again, or plan with a larger capacity"
             )
         _fill(self, cuts, lengths)
@@ -174,24 +186,30 @@ def plan_splits(
 ) -> SplitPlan:
     """Cut the visible history of every request into splits.
 
-    seq_lens: [B] tokens on the host, the new ones included. num_splits: at most so many splits per request, 1 for none; split_size:
-    tokens per split, rounded up to granules (both None: the cost model decides). capacity: splits that ``refresh`` may use
-    (None: as many as these lengths need).
+    seq_lens: [B] tokens on the host, the new ones included. num_splits: at most so many splits per
+    request, 1 for none; split_size: tokens per split, rounded up to granules (both None: the cost
+    model decides). capacity: splits that ``refresh`` may use (None: as many as these lengths need).
 
-    No split is empty, splits of a request neither overlap nor leave out a visible position, and a request shorter than a
-    granule is one split. In automatic mode the slowest worker reads at most twice
-    max(all granules / workers, 1 granule), and one anchor range apart from its window on top of
+    No split is empty, splits of a request neither overlap nor leave out a visible position, and a
+    request shorter than a granule is one split. In automatic mode the slowest worker reads at most
+    twice max(all granules / workers, 1 granule), and one anchor range apart from its window on top
+    of
     that: anchors are never cut.
 
     Raises:
-        ValueError: both split arguments, a value below 1, lengths out of range, or a capacity that is too small.
+        ValueError: both split arguments, a value below 1, lengths out of range, or a capacity that
+        is too small.
     """
     if num_splits is not None and split_size is not None:
-        raise ValueError(f"give num_splits or split_size, not both: got {num_splits} and {split_size}")
+        raise ValueError(
+            f"give num_splits or split_size, not both: got {num_splits} and {split_size}"
+        )
     for name, value in (("num_splits", num_splits), ("split_size", split_size)):
         integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is not None and not (integer and value >= 1):
-            raise ValueError(f"{name} must be an integer of 1 or more (None: automatic), got {value!r}")
+            raise ValueError(
+                f"{name} must be an integer of 1 or more (None: automatic), got {value!r}"
+            )
     mode = SplitMode.AUTO
     if num_splits is not None:
         mode = SplitMode.WHOLE if num_splits == 1 else SplitMode.NUM_SPLITS
@@ -203,7 +221,9 @@ def plan_splits(
     cuts = _cut(spec, profile, mode, requested, granule, lengths)
     size = len(cuts.request) if capacity is None else capacity
     if size < len(cuts.request):
-        raise ValueError(f"capacity {capacity} is below the {len(cuts.request)} splits that these lengths need")
+        raise ValueError(
+            f"capacity {capacity} is below the {len(cuts.request)} splits that these lengths need"
+        )
     plan = SplitPlan(
         spec,
         profile,
@@ -276,8 +296,12 @@ def _cut(
     )
 
 
-def _even_cuts(granules: IntArray, per_split: IntArray, mode: SplitMode) -> tuple[IntArray, IntArray]:
-    """Granules of each split and number of splits per request; SPLIT_SIZE keeps the size, the others even it out."""
+def _even_cuts(
+    granules: IntArray, per_split: IntArray, mode: SplitMode
+) -> tuple[IntArray, IntArray]:
+    """Granules of each split and number of splits per request; SPLIT_SIZE keeps the size, the
+    others even it out.
+    """
     size = np.minimum(per_split, np.maximum(granules, 1))
     if mode is not SplitMode.SPLIT_SIZE:
         pieces = np.maximum(-(-granules // size), 1)
@@ -307,9 +331,10 @@ def _granules_per_split(
 def _automatic(spec: DecodeSpec, profile: DeviceProfile, granule: int, granules: IntArray) -> int:
     """Granules per split with the smallest predicted time; ties go to the fewest splits.
 
-    With splits no longer than max(1, all granules / workers), handing them out longest first keeps the slowest worker within
-    twice that (Graham's bound for list scheduling). Longer splits, up to the whole request, are considered only while every
-    (request, kv head) has a worker of its own and the bound still holds.
+    With splits no longer than max(1, all granules / workers), handing them out longest first keeps
+    the slowest worker within twice that (Graham's bound for list scheduling). Longer splits, up to
+    the whole request, are considered only while every (request, kv head) has a worker of its own
+    and the bound still holds.
     """
     heads, workers = spec.num_kv_heads, profile.workers
     share = int(granules.sum()) * heads / workers
@@ -319,16 +344,16 @@ def _automatic(spec: DecodeSpec, profile: DeviceProfile, granule: int, granules:
     alone = int((granules > 0).sum()) * heads <= workers
     if alone and longest <= 2 * max(share, 1.0):
         candidates.insert(0, max(longest, 1))
-    seconds = [
-        _predict(spec, profile, granule, granules, per_split) for per_split in candidates
-    ]
+    seconds = [_predict(spec, profile, granule, granules, per_split) for per_split in candidates]
     return candidates[int(np.argmin(seconds))]
 
 
 def _predict(
     spec: DecodeSpec, profile: DeviceProfile, granule: int, granules: IntArray, per_split: int
 ) -> float:
-    """Time with at most ``per_split`` granules a split: whole waves of equal splits, half a split of tail for ragged ones."""
+    """Time with at most ``per_split`` granules a split: whole waves of equal splits, half a split
+    of tail for ragged ones.
+    """
     size, count = _even_cuts(granules, np.full_like(granules, per_split), SplitMode.AUTO)
     items = int(count.sum()) * spec.num_kv_heads
     largest = int(size.max(initial=1))

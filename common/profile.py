@@ -1,4 +1,6 @@
-"""What the planner knows of a device: a handful of numbers, read from the device where there is one."""
+"""What the planner knows of a device: a handful of numbers, read from the device where there is
+one.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +11,8 @@ class DeviceProfile:
 
     workers: how many splits run at once (SMs or AI cores, times resident programs; CPU threads).
     read_bandwidth: bytes per second that all workers together read from device memory.
-    launch_seconds: cost of one more launch; merge_seconds: cost of merging one more state row [Dv] by one worker.
+    launch_seconds: cost of one more launch; merge_seconds: cost of merging one more state row [Dv]
+        by one worker.
     tile_tokens: tokens of one tile; splits are cut on its multiples.
     source: where each number comes from, or the word "assumed".
     """
@@ -25,7 +28,8 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         if self.workers < 1 or self.tile_tokens < 1:
             raise ValueError(
-                f"workers and tile_tokens must be 1 or more, got {self.workers} and {self.tile_tokens}"
+                f"workers and tile_tokens must be 1 or more, got {self.workers} and "
+                f"{self.tile_tokens}"
             )
         if not (self.read_bandwidth > 0 and self.launch_seconds >= 0 and self.merge_seconds >= 0):
             raise ValueError(
@@ -42,7 +46,8 @@ def _ascend(name: str, cores: int, bandwidth: float, bandwidth_source: str) -> D
         launch_seconds=10e-6,
         merge_seconds=1e-8,
         tile_tokens=128,
-        source=f"cube cores: target table of bishengir-compile 1.2.0; bandwidth: {bandwidth_source}; costs: assumed; "
+        source="cube cores: target table of bishengir-compile 1.2.0; "
+        f"bandwidth: {bandwidth_source}; costs: assumed; "
         "tile: 128, the page size that every Ascend stack uses",
     )
 
@@ -63,7 +68,8 @@ H200 = DeviceProfile(
     launch_seconds=3e-6,
     merge_seconds=2e-9,
     tile_tokens=128,
-    source="132 SMs read from the device; 4.6 TB/s: a read-only kernel over 0.5 GB measured on one H200; costs: assumed",
+    source="132 SMs read from the device; 4.6 TB/s: a read-only kernel over 0.5 GB, measured on one "
+    "H200; costs: assumed",
 )
 A100 = DeviceProfile(
     "NVIDIA A100",

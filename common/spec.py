@@ -1,7 +1,7 @@
 """What is fixed for a layer: head counts, head dims, dtypes, cache layout, masking, quantisation.
 
-Shape letters used everywhere: B requests, S queries per request, H query heads, K kv heads, G = H / K,
-D and Dv head dims, T cached tokens, P page size, N splits.
+Shape letters used everywhere: B requests, S queries per request, H query heads, K kv heads, G = H /
+K, D and Dv head dims, T cached tokens, P page size, N splits.
 """
 
 import math
@@ -73,14 +73,16 @@ def _positive(name: str, value: int) -> None:
 class DecodeSpec:
     """The static facts of one layer's decode attention.
 
-    Units: ``sliding_window`` and ``anchor_tokens`` in tokens, the query's own position counted in the window.
-    ``sm_scale=None`` is ``head_dim ** -0.5``, ``head_dim_v=None`` is ``head_dim``, ``kv_dtype=None`` is ``dtype``;
-    all three hold their resolved value after construction. ``num_queries`` is S (with ``packed_queries``
-    the largest S of the batch). The flags ``alibi``, ``attn_bias``, ``attn_mask`` and ``sinks`` say that the call will bring
-    such a tensor, so that a backend can be chosen before there is one.
+    Units: ``sliding_window`` and ``anchor_tokens`` in tokens, the query's own position counted in
+    the window. ``sm_scale=None`` is ``head_dim ** -0.5``, ``head_dim_v=None`` is ``head_dim``,
+    ``kv_dtype=None`` is ``dtype``; all three hold their resolved value after construction.
+    ``num_queries`` is S (with ``packed_queries`` the largest S of the batch). The flags ``alibi``,
+    ``attn_bias``, ``attn_mask`` and ``sinks`` say that the call will bring such a tensor, so that a
+    backend can be chosen before there is one.
 
     Raises:
-        ValueError: a field contradicts another or is out of its range; the text names the field, value and limit.
+        ValueError: a field contradicts another or is out of its range; the text names the field,
+        value and limit.
     """
 
     num_q_heads: int
@@ -108,19 +110,22 @@ class DecodeSpec:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        set_ = object.__setattr__  # resolves defaults once; the instance is frozen for everybody else
+        # resolves defaults once; the instance is frozen for everybody else
+        set_ = object.__setattr__
         set_(self, "layout", Layout(self.layout))
         set_(self, "head_dim_v", self.head_dim_v or self.head_dim)
         set_(self, "kv_dtype", self.kv_dtype or self.dtype)
         if 0 in (self.num_q_heads, self.num_kv_heads):
             raise ValueError(
-                f"num_q_heads {self.num_q_heads} and num_kv_heads {self.num_kv_heads} must be 1 or more"
+                f"num_q_heads {self.num_q_heads} and num_kv_heads {self.num_kv_heads} must be 1 or "
+                "more"
             )
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "num_queries"):
             _positive(name, getattr(self, name))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_q_heads {self.num_q_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+                f"num_q_heads {self.num_q_heads} is not divisible by num_kv_heads "
+                f"{self.num_kv_heads}"
             )
         if self.sm_scale is None:
             set_(self, "sm_scale", self.head_dim**-0.5)
@@ -148,7 +153,9 @@ class DecodeSpec:
                 raise ValueError(f"layout {self.layout.value} needs page_size, got None")
             _positive("page_size", self.page_size)
         elif self.page_size is not None:
-            raise ValueError(f"page_size {self.page_size} has no meaning for layout {self.layout.value}")
+            raise ValueError(
+                f"page_size {self.page_size} has no meaning for layout {self.layout.value}"
+            )
 
     def _check_masking(self) -> None:
         if self.sliding_window is not None:
@@ -169,7 +176,8 @@ class DecodeSpec:
         scaled = self.k_scale is not None or self.v_scale is not None
         if scaled and self.kv_dtype not in QUANTISED_DTYPES:
             raise ValueError(
-                f"k_scale and v_scale need a quantised cache {QUANTISED_DTYPES}, kv_dtype is {self.kv_dtype}"
+                f"k_scale and v_scale need a quantised cache {QUANTISED_DTYPES}, kv_dtype is "
+                f"{self.kv_dtype}"
             )
 
     @property

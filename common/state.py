@@ -4,15 +4,16 @@ For queries q over a set J of positions with scaled scores s_j, a split leaves
 
     max = max_j s_j        lse = log sum_j exp(s_j)        out = sum_j exp(s_j - lse) v_j
 
-in natural logarithms. States of the same queries over disjoint sets merge into the state of the union:
+in natural logarithms. States of the same queries over disjoint sets merge into the state of the
+union:
 
     m = max_i lse_i        w_i = exp(lse_i - m)        W = sum_i w_i
     lse = m + log W        out = (sum_i w_i out_i) / W        max = max_i max_i
 
-Nothing seen is (-inf, -inf, 0) and is the identity. A learned sink is the state (s_h, s_h, 0) and enters once, in
-``finish``. Worked example: scores [0, ln 2, ln 3, ln 4], values [1, 2, 4, 8], two splits: max = ln 2 and ln 4,
-l = exp(lse - max) = 1.5 and 1.75, u = out * l = 2.5 and 11; merged l = 2.5, u = 12.25, out = 4.9 (the plain average of the two
-outs, 3.976..., is wrong).
+Nothing seen is (-inf, -inf, 0) and is the identity. A learned sink is the state (s_h, s_h, 0) and
+enters once, in ``finish``. Worked example: scores [0, ln 2, ln 3, ln 4], values [1, 2, 4, 8], two
+splits: max = ln 2 and ln 4, l = exp(lse - max) = 1.5 and 1.75, u = out * l = 2.5 and 11; merged l =
+2.5, u = 12.25, out = 4.9 (the plain average of the two outs, 3.976..., is wrong).
 """
 
 import math
@@ -29,14 +30,15 @@ _STATE_DTYPES = (torch.float32, torch.float64)
 class PartialState:
     """The state of queries over a part of their keys.
 
-    max: float32 [..., H], the largest scaled score. An operator that reports only an LSE gives ``max = lse``, so ``max`` is
-        not compared across backends; the merge never reads it.
+    max: float32 [..., H], the largest scaled score. An operator that reports only an LSE gives
+        ``max = lse``, so ``max`` is not compared across backends; the merge never reads it.
     lse: float32 [..., H], natural log of the sum of exponentials; -inf where nothing was seen.
     out: float32 [..., H, Dv], normalised; 0 where nothing was seen.
     The oracle's states are float64 throughout.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together (16-bit lse included: its spacing at 1000 is 0.5 or worse).
+        ValueError: shapes, dtypes or devices do not fit together (16-bit lse included: its spacing
+        at 1000 is 0.5 or worse).
     """
 
     max: Tensor
@@ -47,17 +49,20 @@ class PartialState:
         if self.max.shape != self.lse.shape or self.out.shape[:-1] != self.lse.shape:
             raise ValueError(
                 "a state is max [..., H], lse [..., H], out [..., H, Dv]; got "
-                f"max {list(self.max.shape)}, lse {list(self.lse.shape)}, out {list(self.out.shape)}"
+                f"max {list(self.max.shape)}, lse {list(self.lse.shape)}, out "
+                f"{list(self.out.shape)}"
             )
         dtypes = {self.max.dtype, self.lse.dtype, self.out.dtype}
         if len(dtypes) > 1 or self.lse.dtype not in _STATE_DTYPES:
             raise ValueError(
                 "max, lse and out of a state must share float32 (or float64, for the oracle), got "
-                f"{self.max.dtype}, {self.lse.dtype}, {self.out.dtype}; PartialState.from_lse converts a 16-bit out"
+                f"{self.max.dtype}, {self.lse.dtype}, {self.out.dtype}; PartialState.from_lse "
+                "converts a 16-bit out"
             )
         if not self.max.device == self.lse.device == self.out.device:
             raise ValueError(
-                f"a state lives on one device, got max on {self.max.device}, lse on {self.lse.device}, "
+                f"a state lives on one device, got max on {self.max.device}, lse on "
+                f"{self.lse.device}, "
                 f"out on {self.out.device}"
             )
 
@@ -77,14 +82,15 @@ class PartialState:
 
     @classmethod
     def from_lse(cls, out: Tensor, lse: Tensor) -> "PartialState":
-        """From a normalised ``out`` [..., H, Dv] and a natural-log ``lse`` [..., H], as flash-attention reports them.
+        """From a normalised ``out`` [..., H, Dv] and a natural-log ``lse`` [..., H], as
+        flash-attention reports them.
 
-        An lse of -inf or +inf (flash-attention 2 and FlashMLA report +inf for a row without keys) means nothing was seen;
-        ``out`` is then 0 whatever it held.
+        An lse of -inf or +inf (flash-attention 2 and FlashMLA report +inf for a row without keys)
+        means nothing was seen; ``out`` is then 0 whatever it held.
 
         Raises:
-            ValueError: ``lse`` is not the shape of ``out`` without Dv, or is neither float32 nor float64: 16 bits have
-                lost the merge weights already.
+            ValueError: ``lse`` is not the shape of ``out`` without Dv, or is neither float32 nor
+                float64: 16 bits have lost the merge weights already.
         """
         if lse.shape != out.shape[:-1]:
             raise ValueError(
@@ -107,7 +113,9 @@ class PartialState:
 
     @classmethod
     def from_sums(cls, m: Tensor, l: Tensor, u: Tensor) -> "PartialState":  # noqa: E741
-        """From flash-decoding's running max ``m``, sum ``l`` [..., H] and unnormalised ``u`` [..., H, Dv]."""
+        """From flash-decoding's running max ``m``, sum ``l`` [..., H] and unnormalised ``u`` [...,
+        H, Dv].
+        """
         seen = l > 0
         safe = torch.where(seen, l, 1.0)
         lse = torch.where(seen, m + torch.log(safe), torch.where(torch.isnan(l), l, -math.inf))
@@ -116,7 +124,9 @@ class PartialState:
         return cls(torch.where(seen, m, lse), lse, out)
 
     def to_sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``(m, l, u)`` with ``l = exp(lse - max)`` and ``u = out * l``; (-inf, 0, 0) where nothing was seen."""
+        """``(m, l, u)`` with ``l = exp(lse - max)`` and ``u = out * l``; (-inf, 0, 0) where
+        nothing was seen.
+        """
         nothing = self.lse == -math.inf
         sums = torch.where(nothing, 0.0, torch.exp(self.lse - self.max))
         return self.max, sums, self.out * sums[..., None]
@@ -137,12 +147,15 @@ def stack_states(states: Sequence[PartialState]) -> PartialState:
 
 def _check_mergeable(states: Sequence[PartialState]) -> None:
     if not states:
-        raise ValueError("merge_states needs at least one state; PartialState.empty is the state of nothing")
+        raise ValueError(
+            "merge_states needs at least one state; PartialState.empty is the state of nothing"
+        )
     first = states[0]
     for index, state in enumerate(states[1:], 1):
         if state.out.shape != first.out.shape or state.out.dtype != first.out.dtype:
             raise ValueError(
-                f"states to merge must agree: state {index} is {list(state.out.shape)} {state.out.dtype}, "
+                f"states to merge must agree: state {index} is {list(state.out.shape)} "
+                f"{state.out.dtype}, "
                 f"state 0 is {list(first.out.shape)} {first.out.dtype}"
             )
         if state.out.device != first.out.device:
@@ -153,7 +166,9 @@ def _check_mergeable(states: Sequence[PartialState]) -> None:
 
 
 def as_list(states: Sequence[PartialState] | PartialState) -> list[PartialState]:
-    """The states of a list, or of one whose first axis stacks them (none: the empty state), checked to be mergeable."""
+    """The states of a list, or of one whose first axis stacks them (none: the empty state),
+    checked to be mergeable.
+    """
     if isinstance(states, PartialState):
         count, *shape = states.lse.shape
         if count == 0:
@@ -165,10 +180,11 @@ def as_list(states: Sequence[PartialState] | PartialState) -> list[PartialState]
 
 
 def merge_states_torch(states: Sequence[PartialState] | PartialState) -> PartialState:
-    """Merge states of the same queries over disjoint keys; the formulas stand at the top of this file.
+    """Merge states of the same queries over disjoint keys; the formulas stand at the top of this
+    file.
 
-    Adds in the order given, so the same states give the same bits. One state comes back bit for bit, and so does one state
-    among empty ones.
+    Adds in the order given, so the same states give the same bits. One state comes back bit for
+    bit, and so does one state among empty ones.
 
     Raises:
         ValueError: no state, or states that differ in shape, dtype or device.
@@ -201,8 +217,10 @@ def finish(
 ) -> tuple[Tensor, Tensor]:
     """Turn a state into ``(out, lse)``: the only place where a sink enters.
 
-    sinks: [H], one learned logit per query head, unscaled; takes softmax mass and adds no value. -inf is no sink.
-    dtype: of ``out`` (None: the state's); ``lse`` keeps the state's dtype and is the one ``out`` is normalised by.
+    sinks: [H], one learned logit per query head, unscaled; takes softmax mass and adds no value.
+        -inf is no sink.
+    dtype: of ``out`` (None: the state's); ``lse`` keeps the state's dtype and is the one ``out`` is
+        normalised by.
 
     Raises:
         ValueError: ``sinks`` is not [H] or lives on another device.

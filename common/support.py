@@ -1,6 +1,7 @@
 """How a backend states what it takes, and what a refusal says.
 
-A declaration is complete or it does not exist: every feature is stated, and every "no" says whose move it is.
+A declaration is complete or it does not exist: every feature is stated, and every "no" says whose
+move it is.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,9 @@ from splitkv.common.spec import DecodeSpec, Feature
 
 
 class UnsupportedError(NotImplementedError):
-    """A well-formed request that the asked backend, or every backend, refuses; the text lists the reasons."""
+    """A well-formed request that the asked backend, or every backend, refuses; the text lists the
+    reasons.
+    """
 
 
 class Why(Enum):
@@ -39,7 +42,9 @@ class No:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Integers from ``low`` to ``high`` (both included; None: no bound) that ``multiple_of`` divides."""
+    """Integers from ``low`` to ``high`` (both included; None: no bound) that ``multiple_of``
+    divides.
+    """
 
     low: int = 1
     high: int | None = None
@@ -130,4 +135,6 @@ class Support:
         if dtype in allowed:
             return []
         names = ", ".join(map(dtype_name, allowed))
-        return [f"{name} {dtype_name(dtype)} is not one of {names}; convert or choose another backend"]
+        return [
+            f"{name} {dtype_name(dtype)} is not one of {names}; convert or choose another backend"
+        ]

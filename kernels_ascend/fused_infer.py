@@ -1,5 +1,7 @@
-"""Calls of npu_fused_infer_attention_score (v1): the only file that spells its keywords.
+"""Calls of npu_fused_infer_attention_score, v1 and v2: the only file that spells their keywords.
 
+Single queries go to v1 in layout BSND or BNSD, the calls with the widest documentation. Several
+queries per row go to v2 in layout TND: its documentation has grouped heads there, v1's has not.
 Every call passes scale, both head counts and the LSE flag, whose defaults (1.0, 1, 0, off) are
 never what is meant. Lengths are host integers. Results come back as out [rows, H, Dv] in the
 query's dtype and lse float32 [rows, H].
@@ -28,11 +30,20 @@ class Heads:
     scale: float
 
     def keywords(self) -> dict[str, Any]:
+        """As v1 spells them."""
         return {
             "num_heads": self.num_q_heads,
             "num_key_value_heads": self.num_kv_heads,
             "scale": self.scale,
             "softmax_lse_flag": True,
+        }
+
+    def keywords_v2(self) -> dict[str, Any]:
+        return {
+            "num_query_heads": self.num_q_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "softmax_scale": self.scale,
+            "return_softmax_lse": True,
         }
 
 
@@ -58,7 +69,7 @@ def packed_queries(
     kv: tuple[Tensor, Tensor] | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Layout TND: row r has counts[r] queries of q [sum of counts, H, D] and kv_lens[r] keys.
+    """Layout TND (v2): row r has counts[r] queries of q [sum of counts, H, D] and kv_lens[r] keys.
 
     Keys lie in ``pages``, or one row after the other in ``kv`` [sum of kv_lens, K, D]. causal:
     bottom-right aligned in each row.
@@ -67,16 +78,16 @@ def packed_queries(
     # running sums for queries; for keys too, unless there is a block table
     lengths = list(kv_lens) if pages is not None else list(accumulate(kv_lens))
     masking = {"sparse_mode": 3, "atten_mask": compressed_mask(q.device)} if causal else {}
-    out, lse = operators().npu_fused_infer_attention_score(
+    out, lse = operators().npu_fused_infer_attention_score_v2(
         q,
         k,
         v,
         input_layout="TND",
-        actual_seq_lengths=list(accumulate(counts)),
-        actual_seq_lengths_kv=lengths,
+        actual_seq_qlen=list(accumulate(counts)),
+        actual_seq_kvlen=lengths,
         **_page_keywords(pages),
         **masking,
-        **heads.keywords(),
+        **heads.keywords_v2(),
     )
     return out, lse[..., 0]  # (T, N, 1)
 
@@ -90,8 +101,8 @@ def single_queries(
     pages: Pages | None = None,
     kv: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Layout BSND or BNSD with one query per row, q [rows, H, D]; keys in ``pages``, or in ``kv``
-    [rows, T, K, D] ([rows, K, T, D]).
+    """Layout BSND or BNSD (v1) with one query per row, q [rows, H, D]; keys in ``pages``, or in
+    ``kv`` [rows, T, K, D] ([rows, K, T, D]).
     """
     k, v = (pages.k, pages.v) if pages is not None else kv or (None, None)
     out, lse = operators().npu_fused_infer_attention_score(

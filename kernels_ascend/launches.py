@@ -14,7 +14,6 @@ from splitkv.common.call import DecodeCall
 from splitkv.common.visibility import IntArray
 from splitkv.kernels_ascend.fused_infer import Heads, Pages, packed_queries, single_queries
 from splitkv.kernels_ascend.pools import gather_tokens, pool_of
-from splitkv.kernels_ascend.routes import Route
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +40,7 @@ class Launch:
 class PagedLaunch(Launch):
     """Rows over pages: row r has counts[r] queries and the blocks table[rows[r], columns[r]]."""
 
-    route: Route
+    layout: str
     counts: list[int]
     page_size: int
     rows: Tensor | None
@@ -54,12 +53,11 @@ class PagedLaunch(Launch):
         table = pool.table if self.rows is None else pool.table[self.rows, self.columns]
         pages = Pages(pool.k, pool.v, table, self.page_size)
         queries = self.queries(q)
-        if self.route.layout == "TND":
+        if self.layout == "TND":
             return packed_queries(
                 queries, self.heads, self.counts, self.kv_lens, pages=pages, causal=self.causal
             )
-        layout = self.route.layout
-        return single_queries(queries, self.heads, self.kv_lens, layout=layout, pages=pages)
+        return single_queries(queries, self.heads, self.kv_lens, layout=self.layout, pages=pages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -125,7 +125,7 @@ def _prepare_dense(call: DecodeCall, facts: HostFacts) -> Prepared:
 
 def _prepare_packed(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepared:
     spec = call.spec
-    causal = _takes_causal_mask(spec, plan)
+    causal = _takes_causal_mask(spec, plan, facts)
     pieces = (
         whole_causal_pieces(facts.lengths, facts.counts)
         if causal
@@ -138,14 +138,19 @@ def _prepare_packed(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prep
     )
     launches: list[Launch] = []
     if in_place:
-        alone = [length for length, count in zip(kv_lens, counts, strict=True) if count == 1]
-        _check_rows(spec, len(in_place), "rows_tnd_max", alone)
+        _check_rows(spec, _with_fillers(in_place, kv_lens), 1, "TND")
         pick = _on_device(np.maximum(slots, 0), call.q.device)
         launches.append(PackedLaunch(_heads(spec, 1), slots, pick, kv_lens, counts, causal))
     if copied:
         starts = [facts.key_starts[piece.request] for piece in copied]
         launches.append(_copied_launch(call, copied, facts, 1, starts))
     return _assemble(launches, 1, call.q)
+
+
+def _with_fillers(pieces: Sequence[Piece | None], kv_lens: Sequence[int]) -> list[Piece]:
+    """The rows as pieces, fillers as one query over their keys."""
+    rows = zip(pieces, kv_lens, strict=True)
+    return [piece or Piece(0, 0, 1, 0, length) for piece, length in rows]
 
 
 def _partition(
@@ -181,7 +186,7 @@ def _prepare_paged(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepa
     route = route_of(spec)
     shares = route.shares and page_size % limit("page_multiple_many").number == 0
     fold = spec.num_kv_heads if route.folds else 1
-    causal = shares and _takes_causal_mask(spec, plan)
+    causal = shares and _takes_causal_mask(spec, plan, facts)
     pieces = (
         whole_causal_pieces(facts.lengths, facts.counts)
         if causal
@@ -197,12 +202,14 @@ def _prepare_paged(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepa
     return _assemble(launches, fold, call.q)
 
 
-def _takes_causal_mask(spec: DecodeSpec, plan: SplitPlan) -> bool:
+def _takes_causal_mask(spec: DecodeSpec, plan: SplitPlan, facts: HostFacts) -> bool:
     """Several queries over uncut requests: the one case where the operator's causal mask says
-    exactly what is meant.
+    exactly what is meant. Its documentation wants more keys than queries in every row.
     """
     several = spec.num_queries > 1 and spec.causal and spec.sliding_window is None
-    return several and plan.max_splits <= 1
+    rows = zip(facts.lengths, facts.counts, strict=True)
+    longer = all(length > count for length, count in rows if length and count)
+    return several and longer and plan.max_splits <= 1
 
 
 def _paged_launch(
@@ -215,8 +222,8 @@ def _paged_launch(
     causal: bool,
 ) -> PagedLaunch:
     spec, device = call.spec, call.q.device
-    name = "rows_tnd_max" if route.layout == "TND" else "rows_max"
-    _check_rows(spec, len(pieces) * fold, name, [p.length for p in pieces if p.count == 1])
+    layout = "TND" if any(piece.count > 1 for piece in pieces) else route.single
+    _check_rows(spec, pieces, fold, layout)
     kv_lens = np.repeat([piece.length for piece in pieces], fold)
     first = np.repeat([piece.start // page_size for piece in pieces], fold)
     requests = np.array([piece.request for piece in pieces])
@@ -232,7 +239,7 @@ def _paged_launch(
         slots,
         _pick(slots, call.q, fold),
         kv_lens.tolist(),
-        route,
+        layout,
         np.repeat([piece.count for piece in pieces], fold).tolist(),
         page_size,
         None if whole_table else _on_device(rows[:, None], device),
@@ -247,7 +254,7 @@ def _copied_launch(
     """base: what each piece's positions count from (its request's first row, if packed)."""
     device = call.q.device
     lengths = np.array([piece.length for piece in pieces])
-    _check_rows(call.spec, len(pieces), "rows_max", lengths.tolist())
+    _check_rows(call.spec, pieces, 1, "BSND")
     step = np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
     position = np.array([piece.start for piece in pieces])[:, None] + np.array(base)[:, None] + step
     request = np.array([piece.request for piece in pieces])[:, None]
@@ -305,21 +312,31 @@ def _on_device(array: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
 
 
-def _check_rows(spec: DecodeSpec, rows: int, name: str, single_lengths: Sequence[int]) -> None:
-    reasons = []
-    if rows > limit(name).number:
-        allowed = limit(name)
-        reasons.append(
-            f"{rows} rows: {allowed.says} ({allowed.source}); use fewer splits or a smaller batch"
-        )
-    longest = limit("keys_per_row_max")
-    if max(single_lengths, default=0) > longest.number:
-        reasons.append(
-            f"a row of {max(single_lengths)} keys: {longest.says} ({longest.source}); cut with "
-            "num_splits or split_size"
-        )
+def _check_rows(spec: DecodeSpec, pieces: Sequence[Piece], fold: int, layout: str) -> None:
+    sizes = [
+        (len(pieces) * fold, "rows", limit("rows_tnd_max" if layout == "TND" else "rows_max")),
+        (
+            max((p.length for p in pieces if p.count == 1), default=0),
+            "keys",
+            limit("keys_per_row_max"),
+        ),
+    ]
+    if layout == "TND":
+        sizes.append((sum(p.count for p in pieces) * fold, "queries", limit("tnd_tokens_max")))
+    reasons = [
+        f"{size} {what} in {layout}: {allowed.says} ({allowed.source}); {_ROW_ADVICE[what]}"
+        for size, what, allowed in sizes
+        if size > allowed.number
+    ]
     if reasons:
         _refuse(spec, *reasons)
+
+
+_ROW_ADVICE = {
+    "rows": "use fewer splits or a smaller batch",
+    "keys": "cut with num_splits or split_size",
+    "queries": "use a smaller batch",
+}
 
 
 def _refuse(spec: DecodeSpec, *reasons: str) -> NoReturn:

@@ -4,7 +4,10 @@ alone, no device needed.
 
 from dataclasses import dataclass
 
+import torch
+
 from splitkv.common.spec import DecodeSpec, Layout
+from splitkv.common.support import dtype_name
 from splitkv.kernels_ascend.limits import Limit, limit
 
 
@@ -12,12 +15,12 @@ from splitkv.kernels_ascend.limits import Limit, limit
 class Route:
     """How one spec reaches the operator.
 
-    layout: the operator's input_layout. shares: whether one row may hold several queries. folds:
-    whether each kv head becomes a request of its own (a dense BNSD cache, whose pages would
-    otherwise not be contiguous). text: for people.
+    single: the input_layout for rows of one query. shares: whether queries of a request may share a
+    row, in layout TND. folds: whether each kv head becomes a request of its own (a dense BNSD
+    cache, whose pages would otherwise not be contiguous). text: for people.
     """
 
-    layout: str
+    single: str
     shares: bool
     folds: bool
     text: str
@@ -27,30 +30,36 @@ def route_of(spec: DecodeSpec) -> Route:
     """The route of ``spec``.
 
     A paged NHD pool is the operator's 3-D cache, an HND pool its 4-D one, and a dense cache a 3-D
-    one whose table counts up. TND takes several queries per row where the pages allow it; beyond
-    its head dims every query is a row of BSND or BNSD.
+    one whose table counts up. Several queries share a row where the documentation of layout TND
+    covers the call, else each is a row.
     """
-    many = spec.page_size is None or spec.page_size % limit("page_multiple_many").number == 0
     if spec.layout is Layout.PACKED:
-        return Route("TND", True, False, "FIA v1, TND, keys one request after the other")
-    if spec.layout is Layout.HND:
-        if spec.head_dim in limit("head_dim_tnd_4d").choices:
-            return Route("TND", many, False, _text("TND", "4-D cache [pages, K, P, D]", many))
-        return Route("BNSD", False, False, _text("BNSD", "4-D cache [pages, K, P, D]", False))
-    folds = spec.layout is Layout.BNSD
+        return Route("TND", True, False, "FIA v2, TND, keys one request after the other")
+    single = "BNSD" if spec.layout is Layout.HND else "BSND"
     form = {
         Layout.NHD: "3-D cache [pages, P, K*D]",
+        Layout.HND: "4-D cache [pages, K, P, D]",
         Layout.BSND: "dense cache, or its 3-D page view",
         Layout.BNSD: "dense cache, or its 3-D page view with a request per kv head",
     }[spec.layout]
-    if spec.head_dim <= limit("head_dim_tnd_max").number:
-        return Route("TND", many, folds, _text("TND", form, many))
-    return Route("BSND", False, folds, _text("BSND", form, False))
-
-
-def _text(layout: str, form: str, shares: bool) -> str:
+    paged = spec.page_size is None or spec.page_size % limit("page_multiple_many").number == 0
+    shares = spec.num_queries > 1 and paged and not _tnd_refusals(spec)
+    call = "FIA v2, TND" if shares else f"FIA v1, {single}"
     rows = "queries of a request share rows" if shares else "one query per row"
-    return f"FIA v1, {layout}, {form}, {rows}"
+    return Route(single, shares, spec.layout is Layout.BNSD, f"{call}, {form}, {rows}")
+
+
+def _tnd_refusals(spec: DecodeSpec) -> list[str]:
+    """What the documentation of layout TND does not cover of ``spec``."""
+    found = []
+    if spec.dtype is not torch.bfloat16:
+        found.append(
+            f"dtype {dtype_name(spec.dtype)}: layout TND takes bfloat16 (torch documentation of "
+            "FIA v2, TND section)"
+        )
+    if spec.head_dim not in limit("tnd_head_dims").choices:
+        found.append(_exceeded("head_dim", spec.head_dim, limit("tnd_head_dims")))
+    return found
 
 
 def operator_refusals(spec: DecodeSpec) -> list[str]:
@@ -64,12 +73,10 @@ def operator_refusals(spec: DecodeSpec) -> list[str]:
         )
     if spec.head_dim > limit("head_dim_max").number:
         found.append(_exceeded("head_dim", spec.head_dim, limit("head_dim_max")))
-    elif spec.layout is Layout.PACKED and spec.head_dim > limit("head_dim_tnd_max").number:
-        found.append(
-            _exceeded(
-                "head_dim", spec.head_dim, limit("head_dim_tnd_max"), "use a dense or paged cache"
-            )
-        )
+    if spec.layout is Layout.PACKED:
+        found += [
+            f"packed cache: {reason}; use a dense or paged cache" for reason in _tnd_refusals(spec)
+        ]
     if spec.num_q_heads > limit("heads_max").number:
         found.append(
             _exceeded("num_q_heads", spec.num_q_heads, limit("heads_max"), "shard the heads")

@@ -14,7 +14,7 @@ from splitkv.common.plan import SplitMode, SplitPlan, plan_splits, token_seconds
 from splitkv.common.profile import DeviceProfile
 from splitkv.kernels_cuda.launch import Launch
 from splitkv.kernels_cuda.plan import ITEM_FIELDS, DevicePlan, bound_key
-from splitkv.kernels_cuda.primitives import loop_bound
+from splitkv.kernels_cuda.primitives import device_function, loop_bound
 
 _CHUNK = 1024
 """Requests that the counting program looks at together."""
@@ -22,7 +22,7 @@ _MOST_SPLITS_PER_WORKER = 16
 """Of the automatic mode, see ``most_splits``."""
 
 
-@triton.jit
+@device_function
 def visible_granules(seq_lens, request, there, queries, window, anchors, granule, WINDOW: tl.constexpr):
     """``(length, anchor_end, start, first, granules)`` of requests, int64: ``visible_bounds``, and the granules from ``start`` on."""
     length = tl.load(seq_lens + request, mask=there, other=0).to(tl.int64)
@@ -39,7 +39,7 @@ def visible_granules(seq_lens, request, there, queries, window, anchors, granule
     return length, anchor_end, start, first, granules
 
 
-@triton.jit
+@device_function
 def even_cuts(granules, per_split, EVEN: tl.constexpr):
     """``(granules of each split, splits)``; EVEN: of one size, else ``per_split`` but for the last."""
     size = tl.minimum(per_split, tl.maximum(granules, 1))
@@ -49,7 +49,7 @@ def even_cuts(granules, per_split, EVEN: tl.constexpr):
     return size, tl.cdiv(granules, size)
 
 
-@triton.jit
+@device_function
 def automatic_size(
     seq_lens,
     batch,

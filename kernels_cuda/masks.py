@@ -1,10 +1,11 @@
 """Which tokens a tile of query rows sees. The predicate is that of ``splitkv.common.visibility``."""
 
-import triton
 import triton.language as tl
 
+from splitkv.kernels_cuda.primitives import device_function
 
-@triton.jit
+
+@device_function
 def tile_bounds(
     start,
     end,
@@ -15,7 +16,7 @@ def tile_bounds(
     masked_from,
     window,
     anchors,
-    QUERIES: tl.constexpr,
+    most_queries,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -35,7 +36,7 @@ def tile_bounds(
     if WINDOW:
         if opens_window != 0:
             # The window of a shorter request starts earlier. Anchors stop it: they are a split of their own.
-            start = tl.minimum(start, tl.maximum(length - QUERIES - window + 1, anchors))
+            start = tl.minimum(start, tl.maximum(length - most_queries - window + 1, anchors))
         if start >= anchors:
             start = tl.maximum(start, first_position - window + 1)
         full_start = tl.maximum(start, last_position - window + 1)
@@ -45,7 +46,7 @@ def tile_bounds(
     return start, full_start, full_end, end
 
 
-@triton.jit
+@device_function
 def tokens_seen(at, end, first_position, window, anchors, WINDOW: tl.constexpr):
     """Whether some row sees token ``at`` [N] of a range that ends at ``end``: only such tokens are loaded."""
     seen = at < end
@@ -54,7 +55,7 @@ def tokens_seen(at, end, first_position, window, anchors, WINDOW: tl.constexpr):
     return seen
 
 
-@triton.jit
+@device_function
 def pairs_visible(
     at, seen, position, asked, window, anchors, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 ):
@@ -67,7 +68,7 @@ def pairs_visible(
     return visible
 
 
-@triton.jit
+@device_function
 def load_columns(rows, stride, at, masked_from, visible, other: tl.constexpr):
     """A mask or bias [M, N] whose column 0 is token ``masked_from``; ``other`` where there is no column or nothing to mask."""
     column = at - masked_from

@@ -4,6 +4,9 @@ Triton's interpreter, which runs the kernels without a GPU, cuts bits off where 
 multiplies bfloat16 as if it were integers: ``narrow`` and ``dot`` keep the kernels' meaning there.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -11,13 +14,22 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether the kernels run in Triton's interpreter; fixed when triton is imported."""
 
 
-@triton.jit
+def device_function(function: Callable[..., Any]) -> Any:
+    """Make ``function`` callable from kernels.
+
+    In the interpreter it stays plain Python: the kernel that calls it has been prepared already, and to
+    prepare it anew at every call takes longer than the call.
+    """
+    return function if INTERPRETED.value else triton.jit(function)
+
+
+@device_function
 def _widen_bfloat16(x):
     bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@device_function
 def narrow(x, dtype: tl.constexpr):
     """float32 ``x`` rounded to the nearest ``dtype``, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
@@ -28,7 +40,7 @@ def narrow(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@device_function
 def dot(a, b, acc=None):
     """``a @ b`` in float32, added to ``acc``; float32 factors keep all their bits (no TF32)."""
     if INTERPRETED and a.dtype == tl.bfloat16:
@@ -37,7 +49,7 @@ def dot(a, b, acc=None):
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
-@triton.jit
+@device_function
 def loop_bound(x):
     """A scalar as ``tl.range`` takes it; the interpreter holds it as an array, which NumPy 2.4 no longer takes for an integer."""
     if INTERPRETED:
@@ -45,7 +57,7 @@ def loop_bound(x):
     return x
 
 
-@triton.jit
+@device_function
 def span(values, index, OFFSETS: tl.constexpr):
     """``(first, count)`` of request ``index`` as int64 and int32, from offsets [B + 1], or from counts [B] that begin at 0."""
     if OFFSETS:
@@ -57,7 +69,7 @@ def span(values, index, OFFSETS: tl.constexpr):
     return first, count
 
 
-@triton.jit
+@device_function
 def locate(
     at,
     seen,
@@ -86,7 +98,7 @@ def locate(
     return page, row
 
 
-@triton.jit
+@device_function
 def load_tile(
     tokens,
     dim,
@@ -107,7 +119,7 @@ def load_tile(
     return tile
 
 
-@triton.jit
+@device_function
 def soft_cap(scores, cap):
     """``cap * tanh(scores / cap)``; exp sees no positive number, so nothing overflows."""
     x = scores / cap
@@ -120,13 +132,13 @@ def soft_cap(scores, cap):
     return cap * tl.where(x < 0, -tanh, tanh)
 
 
-@triton.jit
+@device_function
 def finite_or_zero_top(top):
     """``top``, or 0 where it is -inf: exp(-inf - 0) is 0, where exp(-inf + inf) is NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
-@triton.jit
+@device_function
 def online_softmax(scores, top, total):
     """One more tile of scores [M, N] for running maximum and sum [M]: ``(weights, decay, top, total)``.
 
@@ -139,7 +151,7 @@ def online_softmax(scores, top, total):
     return weights, decay, new_top, total * decay + tl.sum(weights, 1)
 
 
-@triton.jit
+@device_function
 def normalise(top, total, summed):
     """``(lse, out)`` of running maximum, sum [M] and weighted values [M, Dv]; (-inf, 0) where nothing was seen."""
     nothing = total == 0.0
@@ -148,7 +160,7 @@ def normalise(top, total, summed):
     return lse, tl.where(nothing[:, None], 0.0, summed / divisor[:, None])
 
 
-@triton.jit
+@device_function
 def add_sink(lse, sink):
     """``(lse, share)``: the lse once a learned logit ``sink`` has joined, and what its joining leaves of the output."""
     top = finite_or_zero_top(tl.maximum(lse, sink))

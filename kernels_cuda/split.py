@@ -35,7 +35,16 @@ _UNLIMITED = 2**31 - 2**16
 
 
 @triton.jit(
-    do_not_specialize=["capacity", "window", "anchors", "bias_columns", "mask_columns", "row_tiles"],
+    do_not_specialize=[
+        "capacity",
+        "window",
+        "anchors",
+        "bias_columns",
+        "mask_columns",
+        "row_tiles",
+        "kv_heads",
+        "most_queries",
+    ],
     do_not_specialize_on_alignment=[
         "items",
         "seq_lens",
@@ -83,9 +92,9 @@ def split_kernel(
     bias_columns,
     mask_columns,
     row_tiles,
-    KV_HEADS: tl.constexpr,
+    kv_heads,
+    most_queries,  # S, of packed queries the largest
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: not paged
@@ -100,8 +109,8 @@ def split_kernel(
 ):
     program = tl.program_id(0)
     row_tile = program % row_tiles
-    kv_head = (program // row_tiles % KV_HEADS).to(tl.int64)
-    item = program // row_tiles // KV_HEADS
+    kv_head = (program // row_tiles % kv_heads).to(tl.int64)
+    item = program // row_tiles // kv_heads
     request = tl.load(items + item).to(tl.int64)
     if request < 0:  # the plan has fewer items than its capacity
         return
@@ -112,7 +121,7 @@ def split_kernel(
 
     first_token, length = span(seq_lens, request, PACKED)
     first_query = tl.zeros([], tl.int64)
-    queries = QUERIES
+    queries = most_queries
     if cu_seqlens_q is not None:
         first_query, queries = span(cu_seqlens_q, request, True)
     first_step = row_tile * BLOCK_M // GROUP
@@ -132,7 +141,7 @@ def split_kernel(
         tl.minimum(bias_from, mask_from),
         window,
         anchors,
-        QUERIES,
+        most_queries,
         CAUSAL,
         WINDOW,
         BLOCK_N,
@@ -166,21 +175,20 @@ def split_kernel(
     bounds = (start, full_start, full_end, end)
     FIRST_PHASE: tl.constexpr = 0 if WINDOW else 1
     for phase in tl.static_range(FIRST_PHASE, 3):
-        FULL: tl.constexpr = phase == 1
         phase_end = bounds[phase + 1]
         for first in tl.range(loop_bound(bounds[phase]), loop_bound(phase_end), BLOCK_N):
             at = first + tl.arange(0, BLOCK_N)
-            seen = tokens_seen(at, phase_end, first_position, window, anchors, WINDOW and not FULL)
-            page, row = locate(at, seen, request, first_token, block_table, table_strides, PAGE_SIZE, FULL)
+            seen = tokens_seen(at, phase_end, first_position, window, anchors, WINDOW and phase != 1)
+            page, row = locate(at, seen, request, first_token, block_table, table_strides, PAGE_SIZE, phase == 1)
 
             k_tokens = k + page * k_strides[0] + row * k_strides[1] + kv_head * k_strides[2]
-            keys = load_tile(k_tokens, d, k_strides[3], seen, D, BLOCK_D, FULL)
+            keys = load_tile(k_tokens, d, k_strides[3], seen, D, BLOCK_D, phase == 1)
             scores = dot(q_tile, tl.trans(keys)) * sm_scale
             if SOFT_CAP:
                 scores = soft_cap(scores, cap)
             if alibi_slopes is not None:
                 scores += slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
-            if not FULL:
+            if phase != 1:
                 visible = pairs_visible(at, seen, position, asked, window, anchors, CAUSAL, WINDOW)
                 if attn_mask is not None:
                     visible &= load_columns(mask_rows, mask_strides[2], at, mask_from, visible, 1) != 0
@@ -195,13 +203,13 @@ def split_kernel(
 
             # A weight of 0 does not silence a NaN: values that no row sees are not loaded.
             v_tokens = v + page * v_strides[0] + row * v_strides[1] + kv_head * v_strides[2]
-            values = load_tile(v_tokens, dv, v_strides[3], seen, DV, BLOCK_DV, FULL)
+            values = load_tile(v_tokens, dv, v_strides[3], seen, DV, BLOCK_DV, phase == 1)
             summed = dot(narrow(weights, values.dtype), values, summed * decay[:, None])
 
     lse, result = normalise(top, total, summed)
     written = asked[:, None] & (dv < DV)[None, :]
     if slot >= 0:
-        state = (slot * QUERIES + step) * (KV_HEADS * GROUP) + head
+        state = (slot * most_queries + step) * (kv_heads * GROUP) + head
         tl.store(part_top + state, top, mask=asked)
         tl.store(part_lse + state, lse, mask=asked)
         tl.store(part_out + state[:, None] * DV + dv[None, :], result, mask=written)
@@ -272,9 +280,9 @@ def split_launch(
             "bias_columns": 0 if call.attn_bias is None else call.attn_bias.shape[-1],
             "mask_columns": 0 if mask is None else mask.shape[-1],
             "row_tiles": row_tiles,
-            "KV_HEADS": spec.num_kv_heads,
+            "kv_heads": spec.num_kv_heads,
+            "most_queries": spec.num_queries,
             "GROUP": spec.group,
-            "QUERIES": spec.num_queries,
             "D": spec.head_dim,
             "DV": spec.head_dim_v,
             "PAGE_SIZE": cache.page_size or 0,

@@ -33,6 +33,10 @@ QUERIES = (
         query_lens=(1, 4, 2),
         layout=PACKED,
     ),
+    make("queries-d128", "four queries, D 128", RAGGED, num_queries=4, head_dim=128),
+    make("queries-d128-ragged", "ragged, D 128", (300, 9, 530), query_lens=(1, 4, 2), head_dim=128),
+    make("queries-d128-packed", "packed cache", RAGGED, num_queries=4, head_dim=128, layout=PACKED),
+    make("queries-d128-splits", "cut", (1100, 300), num_queries=4, head_dim=128, num_splits=3),
     make("non-causal", "all queries see all keys", RAGGED, num_queries=4, causal=False),
     make(
         "non-causal-ragged",

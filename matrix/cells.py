@@ -1,6 +1,6 @@
 """Rows of the support matrix, and what a cell may say: declarations times recorded runs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -119,6 +119,13 @@ def tables(cases: Sequence[Case]) -> dict[str, tuple[Row, ...]]:
     }
 
 
+def routes(backend: Backend, cases: Sequence[Case]) -> tuple[Row, ...]:
+    """A row for each of the ways in which ``backend`` computes the cases; none if there is one."""
+    taken = [case for case in cases if not refusals(backend, case)]
+    named = {case.id: route for case in taken if (route := backend.route(case.spec)) is not None}
+    return tuple(_route_row(route, named) for route in sorted(set(named.values())))
+
+
 def cell(row: Row, backend: Backend, evidence: Iterable[Evidence], cases: Sequence[Case]) -> Cell:
     """What the matrix says of ``backend``; runs of a case that has changed since do not count."""
     if (sentence := row.against(backend.support)) is not None:
@@ -186,6 +193,10 @@ def _axis_row(axis: Axis, key: tuple[Any, ...], spec: DecodeSpec) -> Row:
         lambda case: axis.key(case.spec) == key,
         lambda support: axis.against(support, spec),
     )
+
+
+def _route_row(route: str, named: Mapping[str, str]) -> Row:
+    return Row(route, lambda case: named.get(case.id) == route, lambda support: None)
 
 
 def _layout_feature(spec: DecodeSpec) -> Feature:

@@ -7,7 +7,7 @@ import yaml
 from splitkv.backends.base import Backend
 from splitkv.common.support import Support, dtype_name
 from splitkv.matrix.case import Case
-from splitkv.matrix.cells import Cell, Row, Standing, Word, cell, current_runs, tables
+from splitkv.matrix.cells import Cell, Row, Standing, Word, cell, current_runs, routes, tables
 from splitkv.matrix.evidence import Evidence
 from splitkv.matrix.parity import Outcome, refusals
 
@@ -42,6 +42,9 @@ def support_page(
     parts = [HEAD]
     for title, rows in tables(cases).items():
         parts.append(_table(title, rows, backends, evidence, cases))
+    for backend in backends:
+        if rows := routes(backend, cases):
+            parts.append(_table(f"Route of `{backend.name}`", rows, [backend], evidence, cases))
     parts.append("## Declared ranges\n\n" + _ranges(backends))
     parts.append("## Runs\n\n" + _runs(evidence, cases, sources))
     for backend in backends:
@@ -80,6 +83,13 @@ def support_data(
                 for row in rows
             }
             for title, rows in tables(cases).items()
+        },
+        "routes": {
+            backend.name: {
+                row.title: _cell_fields(cell(row, backend, evidence, cases))
+                for row in routes(backend, cases)
+            }
+            for backend in backends
         },
         "runs": [_run_fields(entry, cases, sources) for entry in evidence],
     }
@@ -223,7 +233,7 @@ def _stale(entry: Evidence, current: int, cases: int, sources: Mapping[str, str]
 
 
 def _combinations(backend: Backend, evidence: Sequence[Evidence], cases: Sequence[Case]) -> str:
-    """Reasons of more than one fact, or of tensors, which no row has, and the cases that they stop."""
+    """Reasons of more than one fact, or of tensors, which no row has, with the cases they stop."""
     found = [
         (reason, case.id)
         for case in cases

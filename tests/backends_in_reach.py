@@ -61,6 +61,16 @@ class InReach:
             out, lse = splitkv.decode_attention(**placed, return_lse=True, backend=self.backend.name)
         return out.cpu(), lse.cpu()
 
+    @contextmanager
+    def may_refuse(self, words: str) -> Iterator[None]:
+        """For tensors (strides, capacities) that a backend may refuse, in these words, where the spec alone is fine."""
+        try:
+            yield
+        except splitkv.UnsupportedError as refusal:
+            if self.takes_everything or words not in str(refusal):
+                raise
+            raise RefusedAsDeclaredError from refusal
+
     def out_alone(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
         """``out`` of a call that does not ask for the lse."""
         with self.active():

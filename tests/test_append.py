@@ -378,9 +378,16 @@ def test_e06_slots_past_the_last_int32_byte() -> None:
         assert not k[slot].any()
         assert not v[slot].any()
     out, lse = splitkv.decode_attention(
-        torch.zeros(4, 1, 512), k, v, block_table=cache.block_table, seq_lens=cache.seq_lens, layout="NHD",
-        k_scale=1.0, v_scale=1.0, return_lse=True,
-    )  # fmt: skip
+        torch.zeros(4, 1, 512),
+        k,
+        v,
+        block_table=cache.block_table,
+        seq_lens=cache.seq_lens,
+        layout="NHD",
+        k_scale=1.0,
+        v_scale=1.0,
+        return_lse=True,
+    )
     assert torch.equal(out, new_v.float())
     assert torch.equal(lse, torch.zeros(4, 1))
 

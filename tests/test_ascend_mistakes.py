@@ -20,6 +20,14 @@ from splitkv.kernels_ascend import attention, fused_infer, merge, pieces, standi
 
 Operator = Callable[..., tuple[Tensor, Tensor]]
 
+V2_NAMES = {
+    "scale": "softmax_scale",
+    "num_heads": "num_query_heads",
+    "softmax_lse_flag": "return_softmax_lse",
+    "actual_seq_lengths": "actual_seq_qlen",
+    "actual_seq_lengths_kv": "actual_seq_kvlen",
+}
+
 
 @pytest.fixture(autouse=True)
 def stand_in() -> Iterator[None]:
@@ -132,10 +140,21 @@ AT_THE_OPERATOR = {
 @pytest.mark.parametrize("mistake", AT_THE_OPERATOR)
 def test_a_mistake_at_the_operator_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_npu = standin.install()
-    operator = torch_npu.npu_fused_infer_attention_score
-    planted = AT_THE_OPERATOR[mistake](operator)
-    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", planted)
+    for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"):
+        operator = getattr(torch_npu, name)
+        operator = _renamed(operator, V2_NAMES) if name.endswith("v2") else operator
+        planted = AT_THE_OPERATOR[mistake](operator)
+        back = {new: old for old, new in V2_NAMES.items()}
+        planted = _renamed(planted, back) if name.endswith("v2") else planted
+        monkeypatch.setattr(torch_npu, name, planted)
     assert battery()
+
+
+def _renamed(operator: Operator, names: dict[str, str]) -> Operator:
+    """``operator`` under other keywords: mistakes are planted in v1's words."""
+    return lambda *args, **kwargs: operator(
+        *args, **{names.get(name, name): value for name, value in kwargs.items()}
+    )
 
 
 def _mean(states: list[PartialState]) -> PartialState:

@@ -36,7 +36,7 @@ def make_spec(layout: str = "NHD", **fields: Any) -> DecodeSpec:
     fields = {
         "num_q_heads": 4,
         "num_kv_heads": 2,
-        "head_dim": 64,
+        "head_dim": 128,
         "page_size": 128 if paged else None,
         **fields,
     }
@@ -58,7 +58,7 @@ REFUSED = {
     "bias": ({"attn_bias": True}, "additive bias: the operators' bias tensor (pse_shift)"),
     "mask": ({"attn_mask": True}, "boolean mask (trees): an explicit mask enters as a score"),
     "Dv": (
-        {"head_dim_v": 128},
+        {"head_dim_v": 64},
         "value head dim other than the key's: key and value have one head dim",
     ),
     "float32": (
@@ -132,11 +132,17 @@ def test_every_reason_is_given_at_once() -> None:
         assert any(reason.startswith(start) for reason in found)
 
 
-def test_a_packed_cache_has_a_smaller_head_dim() -> None:
-    assert ASCEND.refusals(make_spec("packed", head_dim=256)) == []
-    (reason,) = ASCEND.refusals(make_spec("packed", head_dim=272))
-    assert reason.startswith("head_dim 272: layout TND takes a head dim of at most 256")
-    assert reason.endswith("use a dense or paged cache")
+def test_a_packed_cache_is_taken_as_far_as_tnd_is_documented() -> None:
+    for D in (128, 192):
+        assert ASCEND.refusals(make_spec("packed", head_dim=D)) == []
+    found = ASCEND.refusals(make_spec("packed", head_dim=64, dtype=torch.float16))
+    assert found == [
+        "packed cache: dtype float16: layout TND takes bfloat16 (torch documentation of FIA v2, "
+        "TND section); use a dense or paged cache",
+        "packed cache: head_dim 64: layout TND takes head dims 128 and 192; sources and newer CANN "
+        "take more (64, and up to 256 without a 4-D cache) (torch documentation of FIA v2, TND "
+        "section (4.1, 4.2)); use a dense or paged cache",
+    ]
 
 
 def test_wide_rows_are_fine_by_head() -> None:
@@ -197,7 +203,7 @@ def test_what_is_refused_here_the_operator_refuses_too(
 
 @pytest.mark.parametrize(
     ("D", "Dv", "taken"),
-    [(128, 128, True), (192, 128, False), (192, 192, True), (96, 96, True), (80, 80, True)],
+    [(128, 128, True), (192, 128, False), (192, 192, True), (96, 96, False), (80, 80, False)],
 )
 def test_head_dim_pairs_of_a_packed_cache(D: int, Dv: int, taken: bool) -> None:
     spec = make_spec("packed", num_q_heads=16, num_kv_heads=4, head_dim=D, head_dim_v=Dv)
@@ -302,42 +308,53 @@ def test_odd_dense_capacities_are_refused_where_pages_are_needed(
         decode(call, **arguments)
 
 
+@contextmanager
+def limited(monkeypatch: pytest.MonkeyPatch, **values: int) -> Iterator[None]:
+    """Smaller limits, so that small calls reach them."""
+    changed = {name: replace(limit(name), value=value) for name, value in values.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "splitkv.kernels_ascend.prepare.limit", lambda name: changed.get(name, limits()[name])
+        )
+        yield
+
+
 def test_too_many_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"rows_tnd_max": replace(limit("rows_tnd_max"), value=4)}
-    monkeypatch.setattr(
-        "splitkv.kernels_ascend.prepare.limit", lambda name: few.get(name, limits()[name])
-    )
-    call = make_call("NHD", [600, 600])
-    decode(call, num_splits=2)
-    with pytest.raises(
-        splitkv.UnsupportedError, match=r"6 rows: a length list of layout TND .* fewer splits"
-    ):
-        decode(call, num_splits=3)
+    single, several = make_call("NHD", [600, 600]), make_call("NHD", [600, 600], queries=2)
+    with limited(monkeypatch, rows_max=4, rows_tnd_max=8, tnd_tokens_max=10):
+        decode(single, num_splits=2)
+        with pytest.raises(splitkv.UnsupportedError, match=r"6 rows in BSND: .* use fewer splits"):
+            decode(single, num_splits=3)
+        decode(several)
+        with pytest.raises(splitkv.UnsupportedError) as refusal:
+            decode(several, num_splits=3)
+    # each request: two shared splits of two queries, and the last split once per query
+    assert "12 queries in TND: layout TND takes at most" in str(refusal.value)
+    assert "rows in TND" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("layout", "words"), [("NHD", "a row of 300 keys"), ("BSND", "T 640")])
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [("NHD", "300 keys in BSND"), ("BSND", "T 640"), ("packed", "300 keys in TND")],
+)
 def test_too_long_rows_are_refused_unless_cut(
     layout: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = {"keys_per_row_max": replace(limit("keys_per_row_max"), value=256)}
-    monkeypatch.setattr(
-        "splitkv.kernels_ascend.prepare.limit", lambda name: few.get(name, limits()[name])
-    )
     call = make_call(layout, [300])
-    with pytest.raises(
-        splitkv.UnsupportedError, match=rf"{words}: with one query per row .* num_splits"
-    ):
-        decode(call, num_splits=1)
-    decode(call, num_splits=2)
+    with limited(monkeypatch, keys_per_row_max=256):
+        with pytest.raises(
+            splitkv.UnsupportedError, match=rf"{words}: with one query per row .* num_splits"
+        ):
+            decode(call, num_splits=1)
+        decode(call, num_splits=2)
 
 
 def test_too_large_pools_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"kv_elements_max": replace(limit("kv_elements_max"), value=1000)}
-    monkeypatch.setattr(
-        "splitkv.kernels_ascend.prepare.limit", lambda name: few.get(name, limits()[name])
-    )
-    with pytest.raises(
-        splitkv.UnsupportedError, match=r"k spans .* elements: .* fewer than 2\*\*31"
+    with (
+        limited(monkeypatch, kv_elements_max=1000),
+        pytest.raises(
+            splitkv.UnsupportedError, match=r"k spans .* elements: .* fewer than 2\*\*31"
+        ),
     ):
         decode(make_call("NHD", [300]))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from splitkv.backends.base import Backend
-from splitkv.backends.registry import BACKENDS
+from splitkv.backends.registry import BACKENDS, backend_named
 from splitkv.common.spec import Feature
 from splitkv.common.support import No, Support, Why
 from splitkv.matrix.case import Case
@@ -52,6 +52,10 @@ def test_every_no_has_a_sentence(backend: Backend) -> None:
         if no is not None:
             assert isinstance(no.why, Why), feature
             assert len(no.reason.split()) >= 3, f"{feature.name}: {no.reason!r} is no sentence"
+
+
+def test_the_cpu_refuses_no_case() -> None:
+    assert [case.id for case in CASES if refusals(backend_named("cpu"), case)] == []
 
 
 def test_case_ids_are_unique_and_cases_say_what_they_stand_for() -> None:

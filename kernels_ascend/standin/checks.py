@@ -291,8 +291,8 @@ def _check_full_mask(call: FusedCall) -> None:
     shape = tuple(call.mask.shape)
     columns = shape[-1]
     allowed = [(1, queries, columns), (batch, 1, queries, columns), (1, 1, queries, columns)]
-    if queries == 1 and call.layout in ("BSH", "BSND", "BNSD") and not call.paged:
-        allowed.append((batch, columns))
+    if not call.paged:
+        allowed.append((batch if queries == 1 else queries, columns))
     if shape not in allowed:
         call.refuse(f"atten_mask {list(shape)} is none of {allowed}")
     needed = (

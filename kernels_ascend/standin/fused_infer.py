@@ -207,7 +207,8 @@ def _full_mask(call: FusedCall, index: int) -> Tensor:
     assert call.mask is not None
     hidden = call.mask.bool()  # quirk: softmax-mask-true-hides
     if hidden.dim() == 2:
-        return hidden[index][None]
+        single = call.padded_query().shape[1] == 1
+        return hidden[index][None] if single else hidden
     if call.paged and hidden.shape[:3] == (1, 1, 1):  # quirk: mask-under-ranked
         hidden = hidden.clone()
         hidden[..., UNDER_RANKED_MASK_REACH:] = False

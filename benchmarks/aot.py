@@ -1,0 +1,218 @@
+"""Compile the CUDA kernels ahead of time, with no GPU: ``python -m benchmarks.aot [--case PATTERN] [--json FILE]``.
+
+Every kernel variant that the case table reaches is compiled for sm_80 and sm_90 with the installed triton, down to machine code. The
+table says what a variant takes of a multiprocessor: registers a thread, spilled bytes a thread, shared memory. It says nothing of
+results or speed. Exit status 1: a variant spills, or takes more shared memory than the target has; 2: usage.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from splitkv.backends.cuda import CudaBackend
+from splitkv.cli.output import print_table, track
+from splitkv.common.plan import SplitPlan, plan_splits
+from splitkv.common.profile import H200
+from splitkv.common.support import dtype_name
+from splitkv.kernels_cuda.attention import attention_launches
+from splitkv.kernels_cuda.cut import cut_launches
+from splitkv.kernels_cuda.launch import Launch
+from splitkv.kernels_cuda.plan import bind
+from splitkv.kernels_cuda.primitives import INTERPRETED
+from splitkv.kernels_cuda.states import Destination
+from splitkv.matrix.case import Case, Memory
+from splitkv.matrix.cases import cases_named
+from splitkv.matrix.inputs import build
+
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
+"""Most bytes of shared memory of one block: CUDA C++ programming guide, compute capabilities."""
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A launch as the compiler sees it; ``case`` is the first that reaches it."""
+
+    case: str
+    launch: Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one compiled variant takes; spilled: bytes of local memory a thread."""
+
+    case: str
+    kernel: str
+    shape: str
+    target: int
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    stages: int
+
+    @property
+    def too_much(self) -> bool:
+        return self.spilled > 0 or self.shared > SHARED_LIMIT[self.target]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--case", help="a shell pattern of case ids, such as 'window*' (default: all)")
+    parser.add_argument("--target", type=int, choices=sorted(SHARED_LIMIT), action="append")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args(argv)
+    if INTERPRETED.value:
+        parser.error("TRITON_INTERPRET is on, and the interpreter compiles nothing; unset it")
+    try:
+        variants = list(distinct_variants(cases_named(args.case)))
+    except ValueError as error:
+        parser.error(str(error))
+    usages = compile_all(variants, args.target or sorted(SHARED_LIMIT), args.workers)
+    report(usages)
+    if args.json is not None:
+        found = {"triton": triton.__version__, "variants": [asdict(usage) for usage in usages]}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(any(usage.too_much for usage in usages))
+
+
+def distinct_variants(cases: tuple[Case, ...]) -> Iterator[Variant]:
+    """Each kernel variant that some case reaches, once."""
+    known = set()
+    for case in cases:
+        if CudaBackend().refusals(case.spec):
+            continue
+        for launch in launches_of(case):
+            key = repr(specialised(launch, GPUTarget("cuda", 90, 32)))
+            if (launch.kernel, key) not in known:
+                known.add((launch.kernel, key))
+                yield Variant(case.id, launch)
+
+
+def launches_of(case: Case) -> list[Launch]:
+    """Everything that a call of ``case`` would launch, with a plan from the host and one from the device."""
+    near = replace(case, memory=Memory.PLAIN) if case.memory is Memory.FAR else case
+    inputs = build(near, seed=0)
+    call, spec = inputs.call, case.spec
+    rows = call.rows
+    splits = {"num_splits": case.num_splits, "split_size": case.split_size}
+    plan: SplitPlan = plan_splits(spec, list(case.seq_lens), profile=H200, **splits)
+    cuts, _ = cut_launches(call, plan)
+    if case.returns_state:
+        out = torch.empty(*rows, spec.head_dim_v)
+        destination = Destination(out, torch.empty(rows), torch.empty(rows))
+    else:
+        out = torch.empty(*rows, spec.head_dim_v, dtype=spec.dtype)
+        destination = Destination(out, torch.empty(rows))
+    return [*cuts, *attention_launches(call, bind(plan, call.q.device), destination, inputs.sinks)]
+
+
+def specialised(launch: Launch, target: GPUTarget) -> tuple[Any, ...]:
+    """``(options, signature, constants, attributes)``, as triton itself derives them from a launch's arguments."""
+    backend, kernel = make_backend(target), launch.kernel
+    bind_arguments = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = {**launch.options, "debug": False}
+    bound, specialisation, _ = bind_arguments(**launch.arguments, **options)
+    return tuple(kernel._pack_args(backend, options, bound, specialisation, options))
+
+
+def compile_all(variants: list[Variant], targets: list[int], workers: int) -> list[Usage]:
+    """Every variant for every target, in order."""
+    jobs = [(index, target) for index in range(len(variants)) for target in targets]
+    # forked, since launches hold tensors and kernels, which do not travel
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        done = pool.map(partial(_compile_at, variants), *zip(*jobs, strict=True))
+        return list(track(done, "compiling", total=len(jobs)))
+
+
+def compile_variant(variant: Variant, target: int) -> Usage:
+    """Compile for compute capability ``target`` and read what the machine code takes."""
+    gpu = GPUTarget("cuda", target, 32)
+    options, signature, constants, attributes = specialised(variant.launch, gpu)
+    source = ASTSource(variant.launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=gpu, options=options.__dict__)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        listing = subprocess.run(
+            [_CUOBJDUMP, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        )
+    found = _USAGE.search(listing.stdout)
+    assert found is not None, listing.stdout
+    registers, stack, shared, local = map(int, found.groups())
+    return Usage(
+        case=variant.case,
+        kernel=variant.launch.kernel.__name__,
+        shape=_shape(variant.launch),
+        target=target,
+        registers=registers,
+        spilled=stack + local,
+        shared=shared + compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
+        stages=compiled.metadata.num_stages,
+    )
+
+
+def report(usages: list[Usage]) -> None:
+    columns = ("case", "kernel", "shape", "sm", "registers", "spilled", "shared", "warps", "stages")
+    rows = [
+        (
+            usage.case,
+            usage.kernel,
+            usage.shape,
+            usage.target,
+            usage.registers,
+            usage.spilled or None,
+            usage.shared,
+            usage.warps,
+            usage.stages,
+        )
+        for usage in usages
+    ]
+    print_table(columns, rows, title=f"compiled with triton {triton.__version__}, not run")
+    spilling = [usage for usage in usages if usage.too_much]
+    print(f"{len(usages)} variants, {len(spilling)} of them spill or exceed the shared memory")
+
+
+def _shape(launch: Launch) -> str:
+    """What tells variants of one kernel apart, in a few words."""
+    arguments = launch.arguments
+    if "BLOCK_N" not in arguments:
+        return f"Dv {arguments['DV']}" if "DV" in arguments else str(arguments.get("MODE", ""))
+    q = arguments["q"]
+    assert isinstance(q, torch.Tensor)
+    given = [
+        name
+        for name in ("CAUSAL", "WINDOW", "SOFT_CAP", "alibi_slopes", "attn_bias", "attn_mask", "sinks")
+        if arguments[name] is not None and arguments[name] is not False
+    ]
+    tile = f"{arguments['BLOCK_M']}x{arguments['BLOCK_N']}"
+    words = (f"{dtype_name(q.dtype)} D {arguments['D']}/{arguments['DV']} tile {tile}", *given)
+    return " ".join(words).lower()
+
+
+def _compile_at(variants: list[Variant], index: int, target: int) -> Usage:
+    return compile_variant(variants[index], target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""Read before any test module: without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before triton is imported."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
