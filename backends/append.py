@@ -85,19 +85,27 @@ def _slots(cache: Cache | RingCache, k: Tensor, v: Tensor) -> _Slots:
         raise ValueError(f"k and v must bring one S, got {k.shape[1]} and {v.shape[1]} tokens")
     _check_lengths(cache)
     steps = torch.arange(k.shape[1], device=k.device)
-    position = cache.seq_lens.to(k.device, torch.int64)[:, None] - k.shape[1] + steps
+    position = _at(cache.seq_lens, k.device)[:, None] - k.shape[1] + steps
     counts = position >= 0
     if isinstance(cache, DenseCache):
         outer = torch.arange(batch, device=k.device)[:, None].expand_as(position)
         inner = position
     elif isinstance(cache, PackedCache):
         outer = torch.zeros_like(position)
-        inner = cache.cu_seqlens_k.to(k.device, torch.int64)[:-1, None] + position
+        inner = _at(cache.cu_seqlens_k, k.device)[:-1, None] + position
     else:
         outer, held = _pages(cache, position)
         inner = position % cache.page_size
         counts = counts & held
     return _Slots(k_view, v_view, outer, inner, counts & (inner < k_view.shape[1]))
+
+
+def _at(index: Tensor, device: torch.device) -> Tensor:
+    """As int64 on the device of the cache, without waiting for that device."""
+    if index.device == device:
+        return index.to(torch.int64)
+    # a fresh pageable copy: it is staged before the call returns, whatever the caller does next
+    return index.to(torch.int64, copy=True).to(device, non_blocking=True)
 
 
 def _token_major(cache: Cache | RingCache) -> tuple[Tensor, Tensor]:
@@ -120,7 +128,7 @@ def _pages(cache: PagedCache | RingCache, position: Tensor) -> tuple[Tensor, Ten
     columns, num_pages = cache.block_table.shape[1], cache.k.shape[0]
     if not columns:
         return block, torch.zeros_like(held)
-    table = cache.block_table.to(position.device, torch.int64)
+    table = _at(cache.block_table, position.device)
     page = table.gather(1, column.clamp(max=columns - 1))
     held = held & (column < columns)
     if cache.block_table.device.type == "cpu" and position.device.type == "cpu":

@@ -17,9 +17,11 @@ from splitkv.common.visibility import IntArray
 
 
 class Backend(ABC):
-    """One way to compute. Subclasses declare ``name``, ``device_type`` and ``support``, and import their kernels inside methods only.
+    """One way to compute. Subclasses declare ``name``, ``device_type`` and ``support``, and import
+    their kernels inside methods only.
 
-    A backend is handed calls that are already well formed and that it does not refuse; it validates nothing twice.
+    A backend is handed calls that are already well formed and that it does not refuse; it validates
+    nothing twice.
     """
 
     name: ClassVar[str]
@@ -27,13 +29,19 @@ class Backend(ABC):
     """``torch.device.type`` of the tensors it takes."""
     support: ClassVar[Support]
     rounds_partials: ClassVar[bool] = False
-    """Whether each split's ``out`` is rounded to the query's dtype before the merge; its error bound then allows for that."""
+    """Whether each split's ``out`` is rounded to the query's dtype before the merge; its error
+    bound then allows for that.
+    """
     batch_invariant: ClassVar[bool] = True
-    """Whether a request's bits, its splits being fixed, do not depend on its batch mates, its place and its pages."""
+    """Whether a request's bits, its splits being fixed, do not depend on its batch mates, its
+    place and its pages.
+    """
 
     @property
     def evidence(self) -> str:
-        """What a recorded run of it is worth: "device", or "stand-in" where an imitation computes."""
+        """What a recorded run of it is worth: "device", or "stand-in" where an imitation
+        computes.
+        """
         return "device"
 
     @abstractmethod
@@ -46,7 +54,9 @@ class Backend(ABC):
 
     @abstractmethod
     def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
-        """The state of all queries over the cache: [B, S, H], or [sum of S, H] for packed queries."""
+        """The state of all queries over the cache: [B, S, H], or [sum of S, H] for packed
+        queries.
+        """
 
     @abstractmethod
     def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
@@ -57,14 +67,17 @@ class Backend(ABC):
         return self.support.refusals(spec)
 
     def tensor_refusals(self, call: DecodeCall, plan: SplitPlan | None) -> list[str]:
-        """Reasons that only a call's tensors and cuts show (strides, sizes); ``partial`` raises them.
+        """Reasons that only a call's tensors and cuts show (strides, sizes); ``partial`` raises
+        them.
 
         Reads no device data.
         """
         return []
 
     def route(self, spec: DecodeSpec) -> str | None:
-        """Which of several ways of computing serves ``spec``, for people; None where there is one."""
+        """Which of several ways of computing serves ``spec``, for people; None where there is
+        one.
+        """
         return None
 
     def plan(
@@ -89,11 +102,11 @@ class Backend(ABC):
     def plan_for(
         self, call: DecodeCall, *, num_splits: int | None = None, split_size: int | None = None
     ) -> SplitPlan | None:
-        """A plan for this call's own lengths; None where the backend plans on the device instead."""
+        """A plan for this call's own lengths; None where the backend plans on the device
+        instead.
+        """
         lengths = call.cache.seq_lens
-        return self.plan(
-            call.spec, lengths.tolist(), num_splits=num_splits, split_size=split_size
-        )
+        return self.plan(call.spec, lengths.tolist(), num_splits=num_splits, split_size=split_size)
 
     def workspace_bytes(self, plan: SplitPlan) -> int:
         """Device memory for partial states that a call with ``plan`` needs."""
@@ -108,7 +121,9 @@ class Backend(ABC):
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)`` shaped like q and [B, S, H]; writes into ``out`` and ``lse`` where given."""
+        """``(out, lse)`` shaped like q and [B, S, H]; writes into ``out`` and ``lse`` where
+        given.
+        """
         result, result_lse = finish(self.partial(call, plan), sinks=sinks, dtype=call.q.dtype)
         if out is not None:
             result = out.copy_(result)

@@ -5,15 +5,15 @@ GQA is never expanded: the query heads of a kv head are rows of one product.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from splitkv.backends.cpu_scores import adjust
+from splitkv.backends.cpu_sums import Pile, Sums
 from splitkv.backends.cpu_tiles import SCRATCH, Tiles
-from splitkv.backends.cpu_work import SCORE_BYTES, Strands, Work, work_of
+from splitkv.backends.cpu_work import Strands, Work, work_of
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.state import PartialState, merge_states_torch
@@ -29,18 +29,17 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
     wide = torch.float64 in (spec.dtype, spec.cache_dtype)
     dtype = torch.float64 if wide else torch.float32
     work = work_of(call, plan)
-    splits = _empty(
-        int(work.bounds[-1]) + 1, call, dtype
-    )  # the last row stays the state of nothing
-    queries = _scaled_queries(call, work, dtype)
+    rows = int(work.bounds[-1])
+    splits = Sums.nothing((rows + 1, spec.num_q_heads), spec.head_dim_v, dtype)  # the last stays so
+    queries = _queries(call, work, dtype)
     tiles = Tiles.of(call.cache, dtype)
     for strands in work.strands:
-        state = _attend(call, strands, queries, tiles)
-        for whole, part in zip(_fields(splits), _fields(state), strict=True):
+        sums = _attend(call, strands, queries, tiles)
+        for whole, part in zip(splits.parts, sums.parts, strict=True):
             # [g, K, S, G, ...] to [g * S, H, ...]
-            rows = part.transpose(1, 2).reshape(-1, spec.num_q_heads, *part.shape[4:])
-            whole.index_copy_(0, strands.state_rows, rows)
-    state = _merged(splits, plan, work)
+            flat = part.transpose(1, 2).reshape(-1, spec.num_q_heads, *part.shape[4:])
+            whole.index_copy_(0, strands.state_rows, flat)
+    state = _merged(splits.state(), plan, work)
     out = state.out if call.v_scale is None else _scale_values(state.out, call, work)
     result = torch.float64 if spec.dtype is torch.float64 else torch.float32
     return PartialState(
@@ -50,19 +49,11 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
     )
 
 
-def _fields(state: PartialState) -> tuple[Tensor, Tensor, Tensor]:
-    return state.max, state.lse, state.out
-
-
-def _empty(rows: int, call: DecodeCall, dtype: torch.dtype) -> PartialState:
-    return PartialState.empty((rows, call.spec.num_q_heads), call.spec.head_dim_v, dtype=dtype)
-
-
-def _scaled_queries(call: DecodeCall, work: Work, dtype: torch.dtype) -> Tensor:
-    """Queries times sm_scale and k_scale, [rows, K, G, D]: codes then score like values."""
+def _queries(call: DecodeCall, work: Work, dtype: torch.dtype) -> Tensor:
+    """Queries times k_scale, [rows, K, G, D]: codes then score like values."""
     spec = call.spec
     shape = (-1, spec.num_kv_heads, spec.group, spec.head_dim)
-    q = call.q.to(dtype).mul(spec.scale).reshape(shape)
+    q = call.q.to(dtype).reshape(shape)
     return q if call.k_scale is None else q * _row_scale(call.k_scale, work, dtype)
 
 
@@ -79,55 +70,56 @@ def _row_scale(scale: Tensor, work: Work, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)[..., None, None]
 
 
-def _merged(splits: PartialState, plan: SplitPlan, work: Work) -> PartialState:
+def _merged(states: PartialState, plan: SplitPlan, work: Work) -> PartialState:
     """Splits merged in their order; the state of nothing fills up what a request has fewer."""
     count = np.diff(plan.indptr)
     if (count == 1).all():
-        return splits[:-1]
+        return states[:-1]
     parts = []
     for index in range(max(plan.max_splits, 1)):
         split = np.minimum(plan.indptr[:-1] + index, plan.num_splits)[work.request]
         there = index < count[work.request]
         row = torch.from_numpy(np.where(there, work.bounds[split] + work.step, work.bounds[-1]))
-        parts.append(PartialState(splits.max[row], splits.lse[row], splits.out[row]))
+        parts.append(PartialState(states.max[row], states.lse[row], states.out[row]))
     return merge_states_torch(parts)
 
 
-def _attend(call: DecodeCall, strands: Strands, queries: Tensor, tiles: Tiles) -> PartialState:
-    """The states of the strands, [g, K, S, G]."""
+def _attend(call: DecodeCall, strands: Strands, queries: Tensor, tiles: Tiles) -> Sums:
+    """What the strands leave behind, [g, K, S, G]."""
     spec, steps = call.spec, strands.queries
     q = queries[strands.query_rows].unflatten(0, (-1, steps)).transpose(1, 2)  # [g, K, S, G, D]
     q = _pad_rows(q.flatten(2, 3))
-    pile = _Pile.empty(q, strands, spec.head_dim_v)
-    for offset in range(0, strands.padded, strands.tile):
+    offsets = range(0, strands.padded, strands.tile)
+    pile = Pile.empty(len(offsets), q.shape[:3], spec.head_dim_v, q.dtype)
+    for offset in offsets:
         _attend_tile(call, strands, offset, q, tiles, pile)
-    state = pile.folded()
     rows, shape = steps * spec.group, (steps, spec.group)
-    return PartialState(*(x[:, :, :rows].unflatten(2, shape) for x in _fields(state)))
+    return Sums(*(part[:, :, :rows].unflatten(2, shape) for part in pile.merged().parts))
 
 
 def _attend_tile(
-    call: DecodeCall, strands: Strands, offset: int, q: Tensor, tiles: Tiles, pile: "_Pile"
+    call: DecodeCall, strands: Strands, offset: int, q: Tensor, tiles: Tiles, pile: Pile
 ) -> None:
-    """Adds the state of the tile at ``offset`` to ``pile``. q: [g, K, R, D] with R rows padded."""
+    """Adds the tile at ``offset`` to ``pile``. q: [g, K, R, D] with R rows padded."""
     tokens = min(strands.tile, strands.padded - offset)
     shape = (strands.queries, call.spec.group)
     rows = shape[0] * shape[1]
     places = tiles.locate(strands, offset, tokens)
     scores = SCRATCH.take("scores", (*q.shape[:3], tokens), q.dtype)
     _product(q, tiles.read_key(places).transpose(2, 3), scores)
+    scores.mul_(call.spec.scale)
     seen = adjust(scores[:, :, :rows].unflatten(2, shape), call, strands, offset)
     top = scores.amax(-1)
     torch.softmax(scores, -1, out=scores)
-    weight = scores.amax(-1)  # of the largest score: exp(0) / sum
+    total = scores.amax(-1).reciprocal_()  # the largest weight is exp(0) / sum
     if seen is not None:
         nothing = top == -math.inf
         scores.masked_fill_(nothing[..., None], 0.0)
-        weight.masked_fill_(nothing, 1.0)
+        total.masked_fill_(nothing, 0.0)
     value = tiles.read_value(places)
     if seen is not None:
         _clear_unseen(value, seen)
-    out = pile.push(top, top - weight.log_())
+    out = pile.push(top, total)
     _product(scores, value, out)
     if seen is not None and rows > 1 and not bool(torch.isfinite(out).all()):
         _keep_apart(out, scores, value, seen, shape)
@@ -182,55 +174,3 @@ def _keep_apart(
         row = torch.where(finite[strand, :, token], 0.0, value[strand, :, token])
         part = weight[strand, ..., token, None] * row[:, None, None]
         by_query[strand] += torch.where(seen[strand, ..., token, None], part, 0.0)
-
-
-@dataclass(slots=True)
-class _Pile:
-    """States of successive tiles, merged when it is full and at the end.
-
-    max, lse: [slots, g, K, R]; out: [slots, g, K, R, Dv].
-    """
-
-    max: Tensor
-    lse: Tensor
-    out: Tensor
-    used: int = 0
-
-    @classmethod
-    def empty(cls, q: Tensor, strands: Strands, head_dim_v: int) -> "_Pile":
-        shape = q.shape[:3]
-        tiles = -(-strands.padded // strands.tile)
-        fitting = SCORE_BYTES // (math.prod(shape) * head_dim_v * q.itemsize)
-        slots = min(tiles, max(fitting, 2))
-        return cls(
-            q.new_empty(slots, *shape),
-            q.new_empty(slots, *shape),
-            q.new_empty(slots, *shape, head_dim_v),
-        )
-
-    def push(self, top: Tensor, lse: Tensor) -> Tensor:
-        """Takes max and lse of the next tile; returns where its output goes."""
-        if self.used == len(self.max):
-            state = self.folded()
-            for whole, part in zip((self.max, self.lse, self.out), _fields(state), strict=True):
-                whole[0] = part
-            self.used = 1
-        self.max[self.used], self.lse[self.used] = top, lse
-        self.used += 1
-        return self.out[self.used - 1]
-
-    def folded(self) -> PartialState:
-        """The state of all tiles so far."""
-        if self.used == 1:
-            return PartialState(self.max[0], self.lse[0], self.out[0])
-        lse = self.lse[: self.used]
-        top = lse.amax(0)
-        nothing = top == -math.inf
-        weights = torch.exp(lse - torch.where(nothing, 0.0, top))
-        total = weights.sum(0)
-        out = (self.out[: self.used] * weights[..., None]).sum(0)
-        return PartialState(
-            self.max[: self.used].amax(0),
-            torch.where(nothing, top, top + torch.log(total)),
-            out / torch.where(nothing, 1.0, total)[..., None],
-        )

@@ -53,8 +53,8 @@ class Places:
     """Where the tokens of a tile lie; ``tokens`` of each of ``count`` strands.
 
     One of three is set. run: outer and inner index of the first strand's first token, the steps of
-    both from strand to strand, and the tokens to copy. pages: int64 [count, blocks]; the first token
-    has place ``phase`` in its page. outer, inner: int64 [count, tokens], or what broadcasts to it.
+    both from strand to strand, and the tokens to copy. pages: int64 [count, blocks], the first
+    token at place ``phase`` of its page. outer, inner: int64 that broadcast to [count, tokens].
     """
 
     count: int
@@ -194,7 +194,8 @@ def _read_rows(source: Tensor, tile: Tensor, outer: IntArray, inner: IntArray) -
     """Token by token."""
     length, heads, dim = source.shape[1:]
     strides = source.stride()
-    if strides[0] == length * strides[1] and strides[2:] == (dim, 1):
+    joined = (dim, 1)  # strides of a token's heads that lie one after the other
+    if strides[0] == length * strides[1] and strides[2:] == tile.stride()[2:] == joined:
         rows = source.as_strided(
             (len(source) * length, heads * dim), strides[1::2], source.storage_offset()
         )

@@ -1,4 +1,4 @@
-"""The CUDA backend: Triton kernels on NVIDIA GPUs, and the same kernels in Triton's interpreter on the CPU."""
+"""The CUDA backend: Triton kernels on NVIDIA GPUs, or in Triton's interpreter on the CPU."""
 
 import functools
 from collections.abc import Sequence
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from splitkv.kernels_cuda.states import Destination
 
 _SMALLEST_CAPABILITY = (8, 0)
-"""bfloat16 in tensor cores, asynchronous copies: what the kernels are compiled and tested for."""
+"""bfloat16 in tensor cores, asynchronous copies: what the kernels are compiled for."""
+
+_NO_TRITON = "triton is not installed; pip install 'splitkv[cuda]'"
 
 
 class CudaBackend(Backend):
-    """Triton kernels: one for the splits, one that merges them, in a plan made on the host or on the device."""
+    """Triton kernels: one for the splits, one that merges them, by a plan of host or device."""
 
     name = "cuda"
     device_type = "cuda"
@@ -58,13 +60,13 @@ class CudaBackend(Backend):
         capability = torch.cuda.get_device_capability()
         if capability < _SMALLEST_CAPABILITY:
             return (
-                f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, "
-                f"the kernels need {_SMALLEST_CAPABILITY[0]}.{_SMALLEST_CAPABILITY[1]}"
+                f"{torch.cuda.get_device_name()} has compute capability {_dotted(capability)}, "
+                f"the kernels need {_dotted(_SMALLEST_CAPABILITY)}"
             )
-        if find_spec("triton") is None:
-            return "triton is not installed; pip install 'splitkv[cuda]'"
+        if not _has_triton():
+            return _NO_TRITON
         if _interpreting():
-            return "TRITON_INTERPRET is on, so that kernels would not run on the GPU; unset it and start again"
+            return "TRITON_INTERPRET is on: kernels would not run on the GPU; unset it, start again"
         return None
 
     def profile(self) -> DeviceProfile:
@@ -73,7 +75,7 @@ class CudaBackend(Backend):
     def plan_for(
         self, call: DecodeCall, *, num_splits: int | None = None, split_size: int | None = None
     ) -> SplitPlan:
-        """A plan for this call's own lengths, made where they live: device lengths are not waited for."""
+        """A plan for this call's own lengths, made where they live: nobody waits for the device."""
         if call.cache.seq_lens.device.type != self.device_type:
             plan = super().plan_for(call, num_splits=num_splits, split_size=split_size)
             assert plan is not None
@@ -111,7 +113,11 @@ class CudaBackend(Backend):
         return out, lse
 
     def _attend(
-        self, call: DecodeCall, plan: SplitPlan | None, destination: "Destination", sinks: Tensor | None
+        self,
+        call: DecodeCall,
+        plan: SplitPlan | None,
+        destination: "Destination",
+        sinks: Tensor | None,
     ) -> None:
         from splitkv.kernels_cuda.attention import attend
         from splitkv.kernels_cuda.plan import bind
@@ -133,17 +139,21 @@ class CudaBackend(Backend):
 
 
 class InterpretedCudaBackend(CudaBackend):
-    """The same kernels on CPU tensors in Triton's interpreter: evidence for their arithmetic, not for any device.
+    """The same kernels on CPU tensors in Triton's interpreter.
 
+    A run of it is evidence for the kernels' arithmetic, not for any device.
     Not in the registry: nobody gets it without naming it. It plans as for an H200.
     """
 
     device_type = "cpu"
-    evidence = "interpreter"
+
+    @property
+    def evidence(self) -> str:
+        return "interpreter"
 
     def missing(self) -> str | None:
-        if find_spec("triton") is None:
-            return "triton is not installed; pip install 'splitkv[cuda]'"
+        if not _has_triton():
+            return _NO_TRITON
         if not _interpreting():
             return "Triton's interpreter is off; set TRITON_INTERPRET=1 before triton is imported"
         return None
@@ -152,15 +162,24 @@ class InterpretedCudaBackend(CudaBackend):
         return H200
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def _interpreting() -> bool:
     from splitkv.kernels_cuda.primitives import INTERPRETED
 
     return bool(INTERPRETED.value)
 
 
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
 @functools.cache
 def _profile(device: int) -> DeviceProfile:
-    """Streaming multiprocessors are read from the device; the other numbers are those of the nearest known one."""
+    """Multiprocessors are read from the device; the other numbers are the nearest known one's."""
     properties = torch.cuda.get_device_properties(device)
     known = H200 if torch.cuda.get_device_capability(device) >= (9, 0) else A100
     workers = properties.multi_processor_count

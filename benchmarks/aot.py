@@ -1,8 +1,10 @@
-"""Compile the CUDA kernels ahead of time, with no GPU: ``python -m benchmarks.aot [--case PATTERN] [--json FILE]``.
+"""Compile the CUDA kernels ahead of time, without a GPU: ``python -m benchmarks.aot``.
 
-Every kernel variant that the case table reaches is compiled for sm_80 and sm_90 with the installed triton, down to machine code. The
-table says what a variant takes of a multiprocessor: registers a thread, spilled bytes a thread, shared memory. It says nothing of
-results or speed. Exit status 1: a variant spills, or takes more shared memory than the target has; 2: usage.
+Every kernel variant that the case table reaches, and some heavier ones, is compiled for sm_80 and
+sm_90 with the installed triton, down to machine code. The table says what a variant takes of a
+multiprocessor: registers a thread, spilled bytes a thread, shared memory. It says nothing of
+results or speed. Exit status 1: a variant spills, or takes more shared memory than the target has;
+2: usage.
 """
 
 import argparse
@@ -13,10 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,40 @@ from splitkv.kernels_cuda.launch import Launch
 from splitkv.kernels_cuda.plan import bind
 from splitkv.kernels_cuda.primitives import INTERPRETED
 from splitkv.kernels_cuda.states import Destination
-from splitkv.matrix.case import Case, Memory
+from splitkv.matrix.case import Case, Memory, make
 from splitkv.matrix.cases import cases_named
 from splitkv.matrix.inputs import build
 
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
 """Most bytes of shared memory of one block: CUDA C++ programming guide, compute capabilities."""
+_EVERYTHING: dict[str, Any] = {
+    "sliding_window": 100,
+    "anchor_tokens": 4,
+    "logits_soft_cap": 20.0,
+    "alibi": True,
+    "attn_mask": True,
+    "attn_bias": True,
+    "columns": 8,
+}
+HEAVIEST = tuple(
+    make(
+        f"heaviest-{dtype_name(dtype)}-{dim}-{4 * group}-{len(masks)}",
+        "the most registers",
+        (300,),
+        num_q_heads=group,
+        num_kv_heads=1,
+        num_queries=4,
+        head_dim=dim,
+        dtype=dtype,
+        page_size=16,
+        **masks,
+    )
+    for dtype in (torch.bfloat16, torch.float32)
+    for dim in (64, 128, 256)
+    for group in (4, 16)
+    for masks in (_EVERYTHING, {"sliding_window": 100, "logits_soft_cap": 20.0, "alibi": True})
+)
+"""Beyond the case table: specs that need the most registers."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -76,18 +104,22 @@ class Usage:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--case", help="a shell pattern of case ids, such as 'window*' (default: all)")
+    parser.add_argument(
+        "--case", help="a shell pattern of case ids, such as 'window*' (default: all)"
+    )
     parser.add_argument("--target", type=int, choices=sorted(SHARED_LIMIT), action="append")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads that compile")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
-    if INTERPRETED.value:
-        parser.error("TRITON_INTERPRET is on, and the interpreter compiles nothing; unset it")
     try:
-        variants = list(distinct_variants(cases_named(args.case)))
+        cases = cases_named(args.case) + (HEAVIEST if args.case is None else ())
     except ValueError as error:
         parser.error(str(error))
-    usages = compile_all(variants, args.target or sorted(SHARED_LIMIT), args.workers)
+    if INTERPRETED.value:
+        parser.error("TRITON_INTERPRET is on, and the interpreter compiles nothing; unset it")
+    usages = compile_all(
+        list(distinct_variants(cases)), args.target or sorted(SHARED_LIMIT), args.workers
+    )
     report(usages)
     if args.json is not None:
         found = {"triton": triton.__version__, "variants": [asdict(usage) for usage in usages]}
@@ -109,7 +141,7 @@ def distinct_variants(cases: tuple[Case, ...]) -> Iterator[Variant]:
 
 
 def launches_of(case: Case) -> list[Launch]:
-    """Everything that a call of ``case`` would launch, with a plan from the host and one from the device."""
+    """All that a call of ``case`` would launch, with a plan of the host and one of the device."""
     near = replace(case, memory=Memory.PLAIN) if case.memory is Memory.FAR else case
     inputs = build(near, seed=0)
     call, spec = inputs.call, case.spec
@@ -127,7 +159,7 @@ def launches_of(case: Case) -> list[Launch]:
 
 
 def specialised(launch: Launch, target: GPUTarget) -> tuple[Any, ...]:
-    """``(options, signature, constants, attributes)``, as triton itself derives them from a launch's arguments."""
+    """``(options, signature, constants, attributes)``, as triton derives them from arguments."""
     backend, kernel = make_backend(target), launch.kernel
     bind_arguments = create_function_from_signature(kernel.signature, kernel.params, backend)
     options = {**launch.options, "debug": False}
@@ -136,11 +168,10 @@ def specialised(launch: Launch, target: GPUTarget) -> tuple[Any, ...]:
 
 
 def compile_all(variants: list[Variant], targets: list[int], workers: int) -> list[Usage]:
-    """Every variant for every target, in order."""
-    jobs = [(index, target) for index in range(len(variants)) for target in targets]
-    # forked, since launches hold tensors and kernels, which do not travel
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        done = pool.map(partial(_compile_at, variants), *zip(*jobs, strict=True))
+    """Every variant for every target, in order; triton and the assembler free the GIL."""
+    jobs = [(variant, target) for variant in variants for target in targets]
+    with ThreadPoolExecutor(workers) as pool:
+        done = pool.map(compile_variant, *zip(*jobs, strict=True))
         return list(track(done, "compiling", total=len(jobs)))
 
 
@@ -202,16 +233,20 @@ def _shape(launch: Launch) -> str:
     assert isinstance(q, torch.Tensor)
     given = [
         name
-        for name in ("CAUSAL", "WINDOW", "SOFT_CAP", "alibi_slopes", "attn_bias", "attn_mask", "sinks")
+        for name in (
+            "CAUSAL",
+            "WINDOW",
+            "SOFT_CAP",
+            "alibi_slopes",
+            "attn_bias",
+            "attn_mask",
+            "sinks",
+        )
         if arguments[name] is not None and arguments[name] is not False
     ]
     tile = f"{arguments['BLOCK_M']}x{arguments['BLOCK_N']}"
     words = (f"{dtype_name(q.dtype)} D {arguments['D']}/{arguments['DV']} tile {tile}", *given)
     return " ".join(words).lower()
-
-
-def _compile_at(variants: list[Variant], index: int, target: int) -> Usage:
-    return compile_variant(variants[index], target)
 
 
 if __name__ == "__main__":

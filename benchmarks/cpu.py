@@ -1,9 +1,11 @@
 """CPU timings beside torch's own attention: ``python -m benchmarks.cpu [--quick] [--json FILE]``.
 
-32 query heads, 8 kv heads, head dim 128; every point is timed on the same memory by torch's scaled_dot_product_attention
-(enable_gqa=True, on [B, K, T, D] views), by a dense cache and by paged caches whose pages are shuffled. The candidates take turns, and a ratio
-is the median of the ratios of one turn. A step has as many layers as it takes to leave the caches of the CPU; the plan is made once per step,
-outside the clock. The bandwidth is that of summing 1 GiB, measured in the same turns.
+32 query heads, 8 kv heads, head dim 128; every point is timed on the same memory by torch's
+scaled_dot_product_attention (enable_gqa=True, on [B, K, T, D] views), by a dense cache and by paged
+caches whose pages are shuffled. The candidates take turns, and a ratio is the median of the ratios
+of one turn. A step has as many layers as it takes to leave the caches of the CPU; the plan is made
+once per step, outside the clock. The bandwidth is that of summing 1 GiB, measured in the same
+turns.
 """
 
 import argparse
@@ -186,7 +188,8 @@ def _name(point: Point) -> str:
 
 def _header() -> str:
     return (
-        f"{'point':26} {'stream':>7} {'torch':>7} | {'dense GB/s':>10} {'x torch':>8} {'target':>7} {'share':>6} |"
+        f"{'point':26} {'stream':>7} {'torch':>7} | {'dense GB/s':>10} {'x torch':>8} "
+        f"{'target':>7} {'share':>6} |"
         f" {'page 16':>8} {'x dense':>8} | {'page 128':>8} {'x dense':>8}"
     )
 
@@ -196,7 +199,8 @@ def _line(row: dict) -> str:
     return (
         f"{row['point']:26} {row['stream_gb_s']:7.1f} {rate['torch']:7.2f} | {rate['dense']:10.2f} "
         f"{row['over_torch']['dense']:8.2f} {row['target']:7.1f} {row['share']['dense']:6.0%} |"
-        f" {rate['page 16']:8.2f} {dense['page 16']:8.2f} | {rate['page 128']:8.2f} {dense['page 128']:8.2f}"
+        f" {rate['page 16']:8.2f} {dense['page 16']:8.2f} | {rate['page 128']:8.2f} "
+        f"{dense['page 128']:8.2f}"
     )
 
 

@@ -10,7 +10,8 @@ import sys
 RUNS = 7
 CODE = (
     "import time, torch; start = time.perf_counter(); import splitkv; "
-    "names = [getattr(splitkv, name) for name in splitkv.__all__]; print(time.perf_counter() - start)"
+    "names = [getattr(splitkv, name) for name in splitkv.__all__]; "
+    "print(time.perf_counter() - start)"
 )
 
 
@@ -22,8 +23,9 @@ def main() -> None:
         for _ in range(RUNS)
     )
     print(
-        f"all public names of splitkv, torch already imported: median {statistics.median(seconds):.3f} s, "
-        f"{seconds[0]:.3f} to {seconds[-1]:.3f} s over {RUNS} interpreters"
+        "all public names of splitkv, torch already imported: "
+        f"median {statistics.median(seconds):.3f} s, {seconds[0]:.3f} to {seconds[-1]:.3f} s "
+        f"over {RUNS} interpreters"
     )
 
 

@@ -1,9 +1,10 @@
-"""``splitkv demo``: who is chosen here, a real model decoding, parity, and the matrix in numbers."""
+"""``splitkv demo``: who is chosen, a real model decoding, parity, and the matrix in numbers."""
 
 import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,12 @@ HELP = (
     "eager attention; then one parity case per feature on every backend, and the support matrix in "
     "numbers. Exits 1 if a token differs from eager attention's or a case fails."
 )
-QUESTION = "What is a lighthouse for? Answer in one sentence."
+QUESTIONS = (
+    (0, "What is a lighthouse for?"),
+    (1, "What are the three parts of the promise?"),
+    (2, "Summarise this text in one sentence."),
+)
+"""How many paragraphs of the demo's text come before a question: histories of unlike lengths."""
 
 Parity = dict[str, list[Result]]
 """Results of the demo's cases by backend."""
@@ -68,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"SmolLM2-135M-Instruct, loaded in {time.perf_counter() - start:.1f} s")
         _print_choice(spec, chosen, answers)
     written = write(loaded, _prompts(loaded), settings, compare_eager=True)
+    written = replace(written, prompts=[_shown(*question) for question in QUESTIONS])
     if not args.json:
         _print_written(written)
     parity = _parity(_one_case_per_feature(CASES))
@@ -97,10 +104,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(loaded: "SmolLM2") -> list[str]:
-    """A question, a paragraph, and four paragraphs: prompts of very different lengths."""
     text = (files("splitkv.cli") / "demo.txt").read_text(encoding="utf-8")
-    paragraphs = text.split("\n\n")
-    return [as_question(loaded, QUESTION), paragraphs[1], "\n\n".join(paragraphs[1:5])]
+    paragraphs = text.split("\n\n")[1:]
+    return [
+        as_question(loaded, "\n\n".join([*paragraphs[:count], question]))
+        for count, question in QUESTIONS
+    ]
+
+
+def _shown(paragraphs: int, question: str) -> str:
+    if not paragraphs:
+        return question
+    return f"({paragraphs} paragraph{'s' * (paragraphs > 1)} of cli/demo.txt) {question}"
 
 
 def _one_case_per_feature(cases: Sequence[Case]) -> list[Case]:
@@ -150,13 +165,8 @@ def _print_choice(spec: DecodeSpec, chosen: str, answers: dict[str, list[str]]) 
 
 
 def _print_written(written: Written) -> None:
-    rows = (
-        (f"… {prompt.strip()[-60:]}", int(length), text.strip())
-        for prompt, length, text in zip(
-            written.prompts, written.plan.seq_lens, written.texts, strict=True
-        )
-    )
-    print_table(("prompt (its end)", "tokens", "continuation"), rows, title="One batch")
+    rows = zip(written.prompts, written.plan.seq_lens, written.texts, strict=True)
+    print_table(("question", "tokens", "answer"), rows, title="One left-padded batch")
     print(summary(written))
 
 
@@ -171,7 +181,7 @@ def _print_parity(parity: Parity) -> None:
     print_table(
         ("backend", *(outcome.value for outcome in Outcome), "remarks"),
         rows,
-        title=f"Parity with the float64 reference, {len(results)} cases, one per feature "
+        title=f"Parity with the float64 reference, {max(map(len, parity.values()))} cases, one per feature "
         f"(splitkv parity runs all {len(CASES)})",
     )
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from splitkv.backends.registry import backend_named, select
@@ -73,15 +72,16 @@ def run(args: argparse.Namespace) -> int:
         backend=args.backend,
         device=args.device,
     )
+    prompts: list[str] = list(args.prompt or PROMPTS)
+    if "" in prompts:
+        raise ValueError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty")
     loaded = load_model(settings.device)
-    prompts = list(args.prompt or PROMPTS)
     asked = [as_question(loaded, prompt) for prompt in prompts] if args.chat else prompts
     written = write(loaded, asked, settings, compare_eager=args.compare_eager)
     if args.json:
         print_json(as_json(replace(written, prompts=prompts)))
     else:
-        for prompt, text in zip(prompts, written.texts, strict=True):
-            print_table(("prompt", "continuation"), [(prompt, text.strip())])
+        print_table(("prompt", "continuation"), zip(prompts, written.texts, strict=True))
         print(summary(written))
     return 0 if written.comparison is None or written.comparison.same_tokens else 1
 
@@ -137,7 +137,7 @@ def write(
         eager = greedy(model, inputs, settings.new_tokens, attention="eager")
         comparison, eager_seconds = compare(run, eager), eager.seconds
     kept = [row[alive].tolist() for row, alive in zip(run.tokens, run.alive, strict=True)]
-    texts = tokenizer.batch_decode(kept, skip_special_tokens=True)
+    texts = [text.strip() for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
     return Written(prompts, texts, run, plan, backend.name, comparison, eager_seconds)
 
 

@@ -68,7 +68,7 @@ H200 = DeviceProfile(
     launch_seconds=3e-6,
     merge_seconds=2e-9,
     tile_tokens=128,
-    source="132 SMs read from the device; 4.6 TB/s: a read-only kernel over 0.5 GB, measured on one "
+    source="132 SMs read from the device; 4.6 TB/s: a read-only kernel over 0.5 GB measured on an "
     "H200; costs: assumed",
 )
 A100 = DeviceProfile(

@@ -59,7 +59,7 @@ def bits(tensors: list[Tensor]) -> np.ndarray:
 
 def main() -> None:
     """Write the file and print what is in it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path(__file__).parents[1] / "matrix" / "fixtures" / "smollm2_qkv.npz"
     parser.add_argument("path", type=Path, nargs="?", default=default)
     path = parser.parse_args().path

@@ -10,14 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
+from transformers import Cache, PreTrainedConfig, __version__
+from transformers.cache_utils import CacheLayerMixin
 
 from splitkv.backends.append import append_kv
 from splitkv.common.cache import PagedCache
 from splitkv.common.support import UnsupportedError
 from splitkv.integrations.blocks import PAGES, Block, length_tensor, ranges
 from splitkv.integrations.masks import Hidden, band, remember
+
+try:
+    from transformers.cache_utils import get_layer_types_and_kwargs
+except ImportError as error:
+    raise ImportError(
+        f"SplitKVCache needs transformers 5.24 or later, this is {__version__}; use the caches of "
+        "transformers, which splitkv.integrations.transformers serves as well"
+    ) from error
 
 _SERVED = ("full_attention", "sliding_attention", "chunked_attention")
 _LEFT_ONLY = "SplitKVCache takes padding on the left only: tokenizer.padding_side = 'left'"

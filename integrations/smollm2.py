@@ -66,7 +66,7 @@ def load(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu")
     if not folder.is_dir():
         _dequantise(folder)
     with _without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, attn_implementation="eager"
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")

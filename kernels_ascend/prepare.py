@@ -208,7 +208,7 @@ def _takes_causal_mask(spec: DecodeSpec, plan: SplitPlan, facts: HostFacts) -> b
     """
     several = spec.num_queries > 1 and spec.causal and spec.sliding_window is None
     rows = zip(facts.lengths, facts.counts, strict=True)
-    longer = all(length > count for length, count in rows if length and count)
+    longer = all(length > count > 0 for length, count in rows if length)
     return several and longer and plan.max_splits <= 1
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs and their launchers: the only folder that imports triton for CUDA."""
+"""Triton kernels for NVIDIA GPUs and their launchers: what imports triton for CUDA is here."""

@@ -13,7 +13,7 @@ from splitkv.kernels_cuda.states import Destination, Workspace
 def attention_launches(
     call: DecodeCall, plan: DevicePlan, destination: Destination, sinks: Tensor | None = None
 ) -> list[Launch]:
-    """What is launched for ``call``, and the workspace with it; sinks [H] enter where a request is finished.
+    """What is launched for ``call``; sinks [H] enter where a request is finished.
 
     A launch that is being captured covers the plan's capacity, since a refresh may use all of it.
     """

@@ -1,7 +1,8 @@
-"""The planner on the device: the cuts of ``splitkv.common.plan``, made where the lengths live, so that nobody waits for them.
+"""The planner on the device: the cuts of ``splitkv.common.plan``, made where the lengths live.
 
-Same integers as on the host for ``num_splits`` and ``split_size``; the automatic mode evaluates the host's cost model in float64.
-What the host must know beforehand, the number of programs and the size of the workspace, follows from the cache's capacity.
+Same integers as on the host for ``num_splits`` and ``split_size``; the automatic mode evaluates the
+host's cost model in float64. What the host must know beforehand, the number of programs and the
+size of the workspace, follows from the cache's capacity.
 """
 
 import torch
@@ -23,8 +24,13 @@ _MOST_SPLITS_PER_WORKER = 16
 
 
 @device_function
-def visible_granules(seq_lens, request, there, queries, window, anchors, granule, WINDOW: tl.constexpr):
-    """``(length, anchor_end, start, first, granules)`` of requests, int64: ``visible_bounds``, and the granules from ``start`` on."""
+def visible_granules(
+    seq_lens, request, there, queries, window, anchors, granule, WINDOW: tl.constexpr
+):
+    """``(length, anchor_end, start, first, granules)`` of requests, int64.
+
+    ``visible_bounds``, and the number of granules from the ``first`` on, which holds ``start``.
+    """
     length = tl.load(seq_lens + request, mask=there, other=0).to(tl.int64)
     start = tl.zeros_like(length)
     anchor_end = start
@@ -41,7 +47,7 @@ def visible_granules(seq_lens, request, there, queries, window, anchors, granule
 
 @device_function
 def even_cuts(granules, per_split, EVEN: tl.constexpr):
-    """``(granules of each split, splits)``; EVEN: of one size, else ``per_split`` but for the last."""
+    """``(granules of a split, splits)``; EVEN: of one size, else ``per_split`` but for the last."""
     size = tl.minimum(per_split, tl.maximum(granules, 1))
     if EVEN:
         pieces = tl.maximum(tl.cdiv(granules, size), 1)
@@ -57,16 +63,16 @@ def automatic_size(
     window,
     anchors,
     granule,
+    kv_heads,
+    rows,
+    workers,
+    token_seconds,
+    launch_seconds,
+    merge_seconds,
     WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WORKERS: tl.constexpr,
-    TOKEN_SECONDS: tl.constexpr,
-    LAUNCH_SECONDS: tl.constexpr,
-    MERGE_SECONDS: tl.constexpr,
-    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Granules per split with the smallest predicted time: ``_automatic`` of the host planner, operation for operation."""
+    """Granules per split by the cost model: the host's ``_automatic``, operation for operation."""
     total = tl.zeros([], tl.int64)
     longest = tl.zeros([], tl.int64)
     shortest = tl.full([], 2**31, tl.int64)
@@ -82,18 +88,16 @@ def automatic_size(
         shortest = tl.minimum(shortest, tl.min(tl.where(there, granules, 2**31), 0))
         busy += tl.sum((granules > 0).to(tl.int64), 0)
 
-    workers = tl.full([], WORKERS, tl.float64)
-    share = (total * KV_HEADS).to(tl.float64) / workers
+    one = tl.full([], 1.0, tl.float64)
+    workers_f64 = workers.to(tl.float64)
+    share = (total * kv_heads).to(tl.float64) / workers_f64
     cap = tl.maximum(share.to(tl.int64), 1)
-    limit = tl.maximum(share, tl.full([], 1.0, tl.float64)) * tl.full([], 2.0, tl.float64)
-    whole = (busy * KV_HEADS <= WORKERS) & (longest.to(tl.float64) <= limit)
+    limit = tl.maximum(share, one) * 2.0
+    whole = (busy * kv_heads <= workers) & (longest.to(tl.float64) <= limit)
     best = cap
     best_seconds = tl.full([], float("inf"), tl.float64)
     for attempt in tl.static_range(5):
-        if attempt == 0:
-            per_split = tl.maximum(longest, 1)
-        else:
-            per_split = tl.maximum(cap >> (attempt - 1), 1)
+        per_split = tl.maximum(longest if attempt == 0 else cap >> (attempt - 1), 1)
         splits = tl.zeros([], tl.int64)
         largest = tl.full([], 1, tl.int64)
         most = tl.zeros([], tl.int64)
@@ -106,14 +110,13 @@ def automatic_size(
             splits += tl.sum(count, 0)
             largest = tl.maximum(largest, tl.max(size, 0))
             most = tl.maximum(most, tl.max(count, 0))
-        waves = tl.cdiv(splits * KV_HEADS, WORKERS)
+        waves = tl.cdiv(splits * kv_heads, workers)
         even = (waves * largest).to(tl.float64)
-        ragged = share + largest.to(tl.float64) * tl.full([], 0.5, tl.float64)
+        ragged = share + largest.to(tl.float64) * 0.5
         slowest = tl.maximum(tl.where(longest == shortest, even, ragged), largest.to(tl.float64))
-        seconds = slowest * granule.to(tl.float64) * tl.full([], TOKEN_SECONDS, tl.float64)
-        states = (splits * ROWS).to(tl.float64) * tl.full([], MERGE_SECONDS, tl.float64) / workers
-        merge = tl.full([], LAUNCH_SECONDS, tl.float64) + states
-        seconds += tl.where(most > 1, merge, tl.zeros([], tl.float64))
+        seconds = slowest * granule.to(tl.float64) * token_seconds
+        merge = launch_seconds + (splits * rows).to(tl.float64) * merge_seconds / workers_f64
+        seconds += tl.where(most > 1, merge, 0.0)
         better = seconds < best_seconds
         if attempt == 0:
             better &= whole
@@ -122,7 +125,20 @@ def automatic_size(
     return best
 
 
-@triton.jit(do_not_specialize=["batch", "queries", "window", "anchors", "granule", "requested"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "queries",
+        "window",
+        "anchors",
+        "granule",
+        "requested",
+        "kv_heads",
+        "rows",
+        "workers",
+    ],
+    do_not_specialize_on_alignment=["seq_lens", "sizes", "firsts", "slots"],
+)
 def count_kernel(
     seq_lens,  # [B]
     sizes,  # int32 [B], granules of each split
@@ -134,14 +150,14 @@ def count_kernel(
     anchors,
     granule,
     requested,  # splits, or granules per split, or 0
+    kv_heads,
+    rows,  # S * H, of one state
+    workers,
+    token_seconds: tl.float64,
+    launch_seconds: tl.float64,
+    merge_seconds: tl.float64,
     MODE: tl.constexpr,
     WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WORKERS: tl.constexpr,
-    TOKEN_SECONDS: tl.constexpr,
-    LAUNCH_SECONDS: tl.constexpr,
-    MERGE_SECONDS: tl.constexpr,
-    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     granule = granule.to(tl.int64)
@@ -153,13 +169,13 @@ def count_kernel(
             window,
             anchors,
             granule,
+            kv_heads,
+            rows,
+            workers,
+            token_seconds,
+            launch_seconds,
+            merge_seconds,
             WINDOW,
-            KV_HEADS,
-            WORKERS,
-            TOKEN_SECONDS,
-            LAUNCH_SECONDS,
-            MERGE_SECONDS,
-            ROWS,
             CHUNK,
         )
     items_before = tl.zeros([], tl.int32)
@@ -189,7 +205,10 @@ def count_kernel(
     tl.store(slots, 0)
 
 
-@triton.jit(do_not_specialize=["capacity", "queries", "window", "anchors", "granule"])
+@triton.jit(
+    do_not_specialize=["capacity", "queries", "window", "anchors", "granule"],
+    do_not_specialize_on_alignment=["seq_lens", "sizes", "firsts", "slots", "items"],
+)
 def fill_kernel(
     seq_lens,
     sizes,
@@ -227,7 +246,9 @@ def fill_kernel(
         tl.store(items + item, request + tl.zeros_like(item), mask=there)
         tl.store(items + capacity + item, from_token.to(tl.int32), mask=there)
         tl.store(items + 2 * capacity + item, to_token.to(tl.int32), mask=there)
-        tl.store(items + 3 * capacity + item, ((split == 0) & (granules > 0)).to(tl.int32), mask=there)
+        tl.store(
+            items + 3 * capacity + item, ((split == 0) & (granules > 0)).to(tl.int32), mask=there
+        )
         tl.store(items + 4 * capacity + item, slot, mask=there)
 
 
@@ -240,7 +261,8 @@ def plan_on_device(
 ) -> SplitPlan:
     """A plan for the call's own device lengths, whose cuts exist on the device only.
 
-    Its host arrays hold no split, and its ``seq_lens`` the cache's capacity, which no length exceeds.
+    Its host arrays hold no split, and its ``seq_lens`` the cache's capacity, which no length
+    exceeds.
 
     Raises:
         ValueError: as ``plan_splits``.
@@ -268,7 +290,9 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
     )
     if batch == 0:
         return [], on_device
-    sizes, firsts = torch.empty(2 * batch + 1, dtype=torch.int32, device=device).split([batch, batch + 1])
+    sizes, firsts = torch.empty(2 * batch + 1, dtype=torch.int32, device=device).split(
+        [batch, batch + 1]
+    )
     shared: dict[str, object] = {
         "seq_lens": seq_lens,
         "sizes": sizes,
@@ -291,12 +315,12 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
             "batch": batch,
             "requested": requested,
             "MODE": plan.mode.value,
-            "KV_HEADS": spec.num_kv_heads,
-            "WORKERS": profile.workers,
-            "TOKEN_SECONDS": token_seconds(spec, profile),
-            "LAUNCH_SECONDS": profile.launch_seconds,
-            "MERGE_SECONDS": profile.merge_seconds,
-            "ROWS": spec.num_queries * spec.num_q_heads,
+            "kv_heads": spec.num_kv_heads,
+            "rows": spec.num_queries * spec.num_q_heads,
+            "workers": profile.workers,
+            "token_seconds": token_seconds(spec, profile),
+            "launch_seconds": profile.launch_seconds,
+            "merge_seconds": profile.merge_seconds,
             "CHUNK": _CHUNK,
         },
         {"enable_fp_fusion": False},  # the host does not fuse either: same operations, same plan
@@ -308,10 +332,11 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
 
 
 def most_splits(call: DecodeCall, plan: SplitPlan) -> int:
-    """The most items that any lengths within the cache's capacity can need, one for an empty request included.
+    """The most items that lengths within the cache's capacity can need, empty requests included.
 
-    Automatic splits hold at least max(1, c // 8) of N granules in all, where c is the whole part of N * K / workers: that makes at
-    most 16 * workers / K splits, and one more per request for the rest.
+    Automatic splits hold at least max(1, c // 8) of N granules in all, where c is the whole part of
+    N * K / workers: that makes at most 16 * workers / K splits, and one more per request for the
+    rest.
     """
     spec, granule, batch = call.spec, plan.granule, call.batch
     longest = _granules(call.cache.capacity, granule)
@@ -330,7 +355,9 @@ def most_splits(call: DecodeCall, plan: SplitPlan) -> int:
     if plan.mode is SplitMode.SPLIT_SIZE:
         assert plan.requested is not None
         per_split = _granules(plan.requested, granule)
-        return min(batch * max(_granules(longest, per_split), 1), total // per_split + batch) + apart
+        return (
+            min(batch * max(_granules(longest, per_split), 1), total // per_split + batch) + apart
+        )
     busiest = _MOST_SPLITS_PER_WORKER * _granules(plan.profile.workers, spec.num_kv_heads)
     return min(total, busiest) + batch + apart
 

@@ -1,4 +1,4 @@
-"""One kernel launch as data, so that it can be run, or compiled ahead of time for a device that is not there."""
+"""One kernel launch as data: to be run, or compiled for a device that is not there."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ class Launch:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def run(self, device: torch.device) -> None:
-        """Launch on ``device``, which need not be the current one; nothing happens where there are no programs."""
+        """Launch on ``device``, which need not be the current one; no programs, no launch."""
         if self.programs:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 self.kernel[(self.programs,)](**self.arguments, **self.options)
@@ -32,7 +32,10 @@ def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...] | None:
     """The strides as a kernel takes them, in elements; 0 where a dimension of 1 stands for all."""
     if tensor is None:
         return None
-    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def query_strides(tensor: Tensor, dims: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which tokens a tile of query rows sees. The predicate is that of ``splitkv.common.visibility``."""
+"""Which tokens a tile of query rows sees, by the predicate of ``splitkv.common.visibility``."""
 
 import triton.language as tl
 
@@ -21,11 +21,12 @@ def tile_bounds(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """``(start, full_start, full_end, end)`` for rows at first_position to last_position of one request.
+    """``(start, full_start, full_end, end)`` for rows at first_position to last_position.
 
-    Some row sees something only in [start, end); every row sees everything in [full_start, full_end), which is a whole number of
-    tiles, begins a whole number of tiles after ``start``, and ends before ``masked_from``, where a mask or a bias begins. The split was
-    planned as [start, end), perhaps for a longer request.
+    Some row sees something only in [start, end); every row sees everything in [full_start,
+    full_end), which is a whole number of tiles, begins a whole number of tiles after ``start``, and
+    ends before ``masked_from``, where a mask or a bias begins. The split was planned as [start,
+    end), perhaps for a longer request.
     """
     end = tl.minimum(end, length)
     full_start = start
@@ -35,7 +36,7 @@ def tile_bounds(
         full_end = tl.minimum(full_end, first_position + 1)
     if WINDOW:
         if opens_window != 0:
-            # The window of a shorter request starts earlier. Anchors stop it: they are a split of their own.
+            # A shorter request's window starts earlier; anchors stop it, a split of their own.
             start = tl.minimum(start, tl.maximum(length - most_queries - window + 1, anchors))
         if start >= anchors:
             start = tl.maximum(start, first_position - window + 1)
@@ -48,7 +49,7 @@ def tile_bounds(
 
 @device_function
 def tokens_seen(at, end, first_position, window, anchors, WINDOW: tl.constexpr):
-    """Whether some row sees token ``at`` [N] of a range that ends at ``end``: only such tokens are loaded."""
+    """Whether some row sees token ``at`` [N], before ``end``: only such tokens are loaded."""
     seen = at < end
     if WINDOW:
         seen &= (at > first_position - window) | (at < anchors)
@@ -70,7 +71,7 @@ def pairs_visible(
 
 @device_function
 def load_columns(rows, stride, at, masked_from, visible, other: tl.constexpr):
-    """A mask or bias [M, N] whose column 0 is token ``masked_from``; ``other`` where there is no column or nothing to mask."""
+    """Mask or bias [M, N] whose column 0 is token ``masked_from``; ``other`` where it is silent."""
     column = at - masked_from
     cells = rows[:, None] + column[None, :].to(tl.int64) * stride
     return tl.load(cells, mask=visible & (column >= 0)[None, :], other=other)

@@ -1,7 +1,7 @@
-"""The merge kernel: one program merges the partial states of one query head, however many there are, in a fixed order.
+"""The merge kernel: one program merges all partial states of one query head, in a fixed order.
 
-The formulas stand in ``splitkv.common.state``. One state, or one among empty ones, comes out bit for bit: its weight is 1, and
-what is added to it is -0.0, the identity of addition.
+The formulas stand in ``splitkv.common.state``. One state, or one among empty ones, comes out bit
+for bit: its weight is 1, and what is added to it is -0.0, the identity of addition.
 """
 
 import torch
@@ -73,7 +73,7 @@ def merge_kernel(
     merged_top = tl.max(best_top, 0)
     base = finite_or_zero_top(tl.max(best_lse, 0))
 
-    dv = tl.arange(0, BLOCK_DV)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     totals = tl.zeros([BLOCK_STATES], tl.float32)
     summed = tl.full([BLOCK_STATES, BLOCK_DV], -0.0, tl.float32)
     for start in tl.range(loop_bound(first), loop_bound(last), BLOCK_STATES):
@@ -92,7 +92,9 @@ def merge_kernel(
 
     nothing = total == 0.0
     divisor = tl.where(nothing, 1.0, total)
-    merged_lse = tl.where(nothing, float("-inf"), tl.where(total == 1.0, base, base + tl.log(divisor)))
+    merged_lse = tl.where(
+        nothing, float("-inf"), tl.where(total == 1.0, base, base + tl.log(divisor))
+    )
     merged = tl.where(nothing, 0.0, tl.where(total == 1.0, merged, merged / divisor))
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
@@ -100,8 +102,13 @@ def merge_kernel(
         merged *= share
     head = head.to(tl.int64)
     if top is not None:
-        tl.store(top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2], merged_top)
-    tl.store(lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2], merged_lse)
+        tl.store(
+            top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2],
+            merged_top,
+        )
+    tl.store(
+        lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2], merged_lse
+    )
     out_row = out + request * out_strides[0] + query * out_strides[1] + head * out_strides[2]
     tl.store(out_row + dv * out_strides[3], narrow(merged, out.dtype.element_ty), mask=dv < DV)
 
@@ -159,7 +166,9 @@ def merge_stacked(states: PartialState) -> PartialState:
     return PartialState(top, lse, out)
 
 
-def _launch(parts: Workspace, destination: Destination, programs: int, **arguments: object) -> Launch:
+def _launch(
+    parts: Workspace, destination: Destination, programs: int, **arguments: object
+) -> Launch:
     head_dim_v = parts.out.shape[-1]
     block = power_of_two(head_dim_v)
     return Launch(

@@ -17,13 +17,14 @@ ITEM_FIELDS = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DevicePlan:
-    """items: int32 [5, capacity], one column per (request, split), longest first. slots: int32 [B + 1].
+    """items: int32 [5, capacity], one column per split, longest first. slots: int32 [B + 1].
 
-    An item holds request, start, end, whether it opens the request's window, and the workspace slot of its partial state: -1
-    where the request has no other item, whose result is then final. Every request has an item, if an empty one, so that every row
-    of the output is written. Columns past the last item hold request -1. Partial states of request b lie in slots[b] to
-    slots[b + 1]. num_items, num_slots: how many there are, or an upper bound where the cuts were made on the device; max_slots:
-    how many slots there can be after a refresh.
+    An item holds request, start, end, whether it opens the request's window, and the workspace slot
+    of its partial state: -1 where the request has no other item, whose result is then final. Every
+    request has an item, if an empty one, so that every row of the output is written. Columns past
+    the last item hold request -1. Partial states of request b lie in slots[b] to slots[b + 1].
+    num_items, num_slots: how many there are, or an upper bound where the cuts were made on the
+    device; max_slots: how many slots there can be after a refresh.
     """
 
     items: Tensor
@@ -59,10 +60,11 @@ _buffers: WeakKeyDictionary[SplitPlan, dict[torch.device, Tensor]] = WeakKeyDict
 
 
 def bind(plan: SplitPlan, device: torch.device) -> DevicePlan:
-    """The device's copy of ``plan``, uploaded when there is none yet or the plan was refreshed since.
+    """The device's copy of ``plan``, uploaded at its first use and after ``plan.refresh``.
 
-    A CUDA graph keeps reading this copy, so the plan must outlive the graph; after ``plan.refresh`` call ``bind`` (or
-    decode once) before the graph is replayed, and the graph computes by the new cuts.
+    A CUDA graph keeps reading this copy, so the plan must outlive the graph; after ``plan.refresh``
+    call ``bind`` (or decode once) before the graph is replayed, and the graph computes by the new
+    cuts.
 
     Raises:
         RuntimeError: the upload would have to happen during CUDA graph capture.
@@ -71,7 +73,8 @@ def bind(plan: SplitPlan, device: torch.device) -> DevicePlan:
     if (bound := plan.bound.get(key)) is None:
         if capturing(device):
             raise RuntimeError(
-                "a plan is uploaded by its first use, which cannot be captured in a CUDA graph; decode once before the capture"
+                "the first use of a plan uploads it, which a CUDA graph cannot capture; "
+                "decode once before the capture"
             )
         bound = plan.bound[key] = _upload(plan, device)
     assert isinstance(bound, DevicePlan)
@@ -95,12 +98,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``; a host tensor goes through pinned memory, so that nobody waits.
 
     Raises:
-        RuntimeError: during CUDA graph capture, whose replays would read the same host memory again.
+        RuntimeError: during CUDA graph capture, whose replays would read the same host memory
+        again.
     """
     if tensor.device == device:
         return tensor
     if capturing(device):
-        raise RuntimeError("lengths and offsets must live on the device while a CUDA graph is captured, got host tensors")
+        raise RuntimeError(
+            "lengths and offsets must live on the device while a CUDA graph is captured, "
+            "got host tensors"
+        )
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -119,7 +126,9 @@ def _upload(plan: SplitPlan, device: torch.device) -> DevicePlan:
         buffers[device] = torch.empty(len(flat), dtype=torch.int32, device=device)
     pinned = flat.pin_memory() if device.type == "cuda" else flat
     buffers[device].copy_(pinned, non_blocking=True)
-    whole = plan.mode is SplitMode.WHOLE and not (plan.spec.sliding_window and plan.spec.anchor_tokens)
+    whole = plan.mode is SplitMode.WHOLE and not (
+        plan.spec.sliding_window and plan.spec.anchor_tokens
+    )
     return DevicePlan.over(
         buffers[device],
         plan.batch,

@@ -1,7 +1,8 @@
-"""The pieces that the kernels are written in, each with one job. Scores and states are in natural logarithms.
+"""The pieces that the kernels are written in. Scores and states are in natural logarithms.
 
-Triton's interpreter, which runs the kernels without a GPU, cuts bits off where a cast to bfloat16 should round, and
-multiplies bfloat16 as if it were integers: ``narrow`` and ``dot`` keep the kernels' meaning there.
+Triton's interpreter, which runs the kernels without a GPU, cuts bits off where a cast to bfloat16
+should round, and multiplies bfloat16 as if it were integers: ``narrow`` and ``dot`` keep the
+kernels' meaning there.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def device_function(function: Callable[..., Any]) -> Any:
     """Make ``function`` callable from kernels.
 
-    In the interpreter it stays plain Python: the kernel that calls it has been prepared already, and to
-    prepare it anew at every call takes longer than the call.
+    In the interpreter it stays plain Python: the kernel that calls it has been prepared already,
+    and to prepare it anew at every call takes longer than the call.
     """
     return function if INTERPRETED.value else triton.jit(function)
 
@@ -51,7 +52,10 @@ def dot(a, b, acc=None):
 
 @device_function
 def loop_bound(x):
-    """A scalar as ``tl.range`` takes it; the interpreter holds it as an array, which NumPy 2.4 no longer takes for an integer."""
+    """A scalar as ``tl.range`` takes it.
+
+    The interpreter holds it as an array [1], which NumPy 2.4 no longer takes for an integer.
+    """
     if INTERPRETED:
         return x.handle.data.item()
     return x
@@ -59,7 +63,7 @@ def loop_bound(x):
 
 @device_function
 def span(values, index, OFFSETS: tl.constexpr):
-    """``(first, count)`` of request ``index`` as int64 and int32, from offsets [B + 1], or from counts [B] that begin at 0."""
+    """``(first, count)`` of one request, int64 and int32, by offsets [B + 1] or counts [B]."""
     if OFFSETS:
         first = tl.load(values + index).to(tl.int64)
         count = (tl.load(values + index + 1) - first).to(tl.int32)
@@ -80,9 +84,10 @@ def locate(
     PAGE_SIZE: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Where tokens ``at`` of a request lie, as int64: page and slot in it, or request and row (PAGE_SIZE 0).
+    """Where tokens ``at`` lie, as int64: page and slot in it, or request and row (PAGE_SIZE 0).
 
-    Unless all are seen (FULL), table entries of unseen tokens are not loaded: they may be garbage, or past the table's end.
+    Unless all are seen (FULL), table entries of unseen tokens are not loaded: they may be garbage,
+    or past the table's end.
     """
     if PAGE_SIZE == 0:
         page = request
@@ -108,7 +113,7 @@ def load_tile(
     BLOCK_DIM: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Keys or values [N, BLOCK_DIM] at ``tokens`` [N]; 0 for unseen tokens (there are none where FULL) and past DIM."""
+    """Keys or values [N, BLOCK_DIM] at ``tokens`` [N]; 0 past DIM and (unless FULL) if unseen."""
     cells = tokens[:, None] + dim[None, :] * stride
     if FULL and DIM == BLOCK_DIM:
         tile = tl.load(cells)
@@ -140,7 +145,7 @@ def finite_or_zero_top(top):
 
 @device_function
 def online_softmax(scores, top, total):
-    """One more tile of scores [M, N] for running maximum and sum [M]: ``(weights, decay, top, total)``.
+    """A tile of scores [M, N] joins maximum and sum [M]: ``(weights, decay, top, total)``.
 
     ``decay`` [M] is what the sums so far are to be multiplied by.
     """
@@ -153,7 +158,7 @@ def online_softmax(scores, top, total):
 
 @device_function
 def normalise(top, total, summed):
-    """``(lse, out)`` of running maximum, sum [M] and weighted values [M, Dv]; (-inf, 0) where nothing was seen."""
+    """``(lse, out)`` of maximum, sum [M] and weighted values [M, Dv]; (-inf, 0) of nothing."""
     nothing = total == 0.0
     divisor = tl.where(nothing, 1.0, total)
     lse = tl.where(nothing, float("-inf"), top + tl.log(divisor))
@@ -162,7 +167,7 @@ def normalise(top, total, summed):
 
 @device_function
 def add_sink(lse, sink):
-    """``(lse, share)``: the lse once a learned logit ``sink`` has joined, and what its joining leaves of the output."""
+    """``(lse, share)`` with a learned logit ``sink``: the new lse, and what it leaves of out."""
     top = finite_or_zero_top(tl.maximum(lse, sink))
     with_sink = top + tl.log(tl.exp(lse - top) + tl.exp(sink - top))
     return with_sink, tl.exp(lse - finite_or_zero_top(with_sink))

@@ -1,8 +1,9 @@
 """The split kernel: one program attends to one split, with the query heads of one kv head.
 
-A program's tile of rows packs the G query heads that share a kv head, for all S queries: row r is query r // G, head r % G
-of the group. Larger S * G takes several tiles, each a program of its own. A request of a single split is finished here;
-the others leave partial states in the workspace, which ``merge`` reads.
+A program's tile of rows packs the G query heads that share a kv head, for all S queries: row r is
+query r // G, head r % G of the group. Larger S * G takes several tiles, each a program of its own.
+A request of a single split is finished here; the others leave partial states in the workspace,
+which ``merge`` reads.
 """
 
 import torch
@@ -31,7 +32,7 @@ from splitkv.kernels_cuda.states import Destination, Workspace
 from splitkv.kernels_cuda.tiles import padded, tile_for
 
 _UNLIMITED = 2**31 - 2**16
-"""A window or anchor count as large as this hides nothing; larger ones would overflow 32-bit positions."""
+"""A window or anchor count that hides nothing; larger ones would overflow 32-bit positions."""
 
 
 @triton.jit(
@@ -153,8 +154,8 @@ def split_kernel(
     position = length - queries + step
     query = first_query + step
     head = kv_head * GROUP + rows % GROUP
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
 
     q_rows = q + request * q_strides[0] + query * q_strides[1] + head * q_strides[2]
     q_mask = asked[:, None] & (d < D)[None, :]
@@ -178,8 +179,12 @@ def split_kernel(
         phase_end = bounds[phase + 1]
         for first in tl.range(loop_bound(bounds[phase]), loop_bound(phase_end), BLOCK_N):
             at = first + tl.arange(0, BLOCK_N)
-            seen = tokens_seen(at, phase_end, first_position, window, anchors, WINDOW and phase != 1)
-            page, row = locate(at, seen, request, first_token, block_table, table_strides, PAGE_SIZE, phase == 1)
+            seen = tokens_seen(
+                at, phase_end, first_position, window, anchors, WINDOW and phase != 1
+            )
+            page, row = locate(
+                at, seen, request, first_token, block_table, table_strides, PAGE_SIZE, phase == 1
+            )
 
             k_tokens = k + page * k_strides[0] + row * k_strides[1] + kv_head * k_strides[2]
             keys = load_tile(k_tokens, d, k_strides[3], seen, D, BLOCK_D, phase == 1)
@@ -191,10 +196,13 @@ def split_kernel(
             if phase != 1:
                 visible = pairs_visible(at, seen, position, asked, window, anchors, CAUSAL, WINDOW)
                 if attn_mask is not None:
-                    visible &= load_columns(mask_rows, mask_strides[2], at, mask_from, visible, 1) != 0
+                    visible &= (
+                        load_columns(mask_rows, mask_strides[2], at, mask_from, visible, 1) != 0
+                    )
                 if attn_bias is not None:
                     bias = load_columns(bias_rows, bias_strides[3], at, bias_from, visible, 0.0)
-                    scores += bias.to(tl.float32)
+                    bias = bias.to(tl.float32)
+                    scores += bias
                     visible &= bias != float("-inf")
                 scores = tl.where(visible, scores, float("-inf"))
                 if attn_mask is not None or attn_bias is not None:
@@ -218,7 +226,9 @@ def split_kernel(
         lse, share = add_sink(lse, tl.load(sinks + head, mask=asked, other=0.0).to(tl.float32))
         result *= share[:, None]
     if out_top is not None:
-        top_rows = out_top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2]
+        top_rows = (
+            out_top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2]
+        )
         tl.store(top_rows, top, mask=asked)
     lse_rows = out_lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2]
     tl.store(lse_rows, lse, mask=asked)
@@ -266,7 +276,9 @@ def split_launch(
             "k_strides": k_strides,
             "v_strides": v_strides,
             "table_strides": cache.block_table.stride() if isinstance(cache, PagedCache) else None,
-            "alibi_strides": None if call.alibi_slopes is None else query_strides(call.alibi_slopes, 2),
+            "alibi_strides": None
+            if call.alibi_slopes is None
+            else query_strides(call.alibi_slopes, 2),
             "bias_strides": broadcast_strides(call.attn_bias),
             "mask_strides": broadcast_strides(mask),
             "out_strides": query_strides(destination.out, 4),

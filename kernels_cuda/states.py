@@ -10,7 +10,7 @@ from splitkv.common.spec import DecodeSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Destination:
-    """out: [B, S, H, Dv] or [tokens, H, Dv], any dtype and strides; lse: float32, the same without Dv; top: like lse, or None."""
+    """out: [B, S, H, Dv] or [tokens, H, Dv], any dtype and strides. lse, and top or None: no Dv."""
 
     out: Tensor
     lse: Tensor

@@ -1,4 +1,4 @@
-"""How large a tile the split kernel works on: a function of the spec alone, so that bits do not depend on the batch."""
+"""The split kernel's tile: a function of the spec alone, so that bits do not depend on batches."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from splitkv.common.spec import DecodeSpec
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """rows: S * G rows of queries (at least 16, the smallest that ``tl.dot`` takes); tokens: keys and values of one step."""
+    """rows: of S * G query rows, 16 or more, as ``tl.dot`` needs; tokens: keys of one step."""
 
     rows: int
     tokens: int
@@ -28,15 +28,17 @@ def padded(head_dim: int) -> int:
 
 
 def tile_for(spec: DecodeSpec) -> Tile:
-    """The tile of ``spec``: the largest that ``benchmarks.aot`` compiles without spilled registers, whatever masks it has."""
+    """The tile of ``spec``, one that ``benchmarks.aot`` saw compile without spilled registers."""
     rows = max(power_of_two(spec.num_queries * spec.group), 16)
     widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    masked = spec.attn_mask or spec.attn_bias
     if spec.dtype == torch.float32:
         return Tile(16, tokens=16, num_warps=4, num_stages=2)
     if rows == 16:
-        return Tile(16, tokens=64 if widest <= 128 else 32, num_warps=4, num_stages=3)
+        tokens = 64 if widest <= 128 and not masked else 32
+        return Tile(16, tokens, num_warps=4, num_stages=3)
     return Tile(
-        min(rows, 64 if widest <= 64 else 32),
+        min(rows, 64 if widest <= 64 and not masked else 32),
         tokens=32 if widest <= 128 else 16,
         num_warps=4,
         num_stages=2,

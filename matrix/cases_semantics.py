@@ -79,6 +79,7 @@ WINDOWS = (
     ),
     make("window-dense", "dense cache", RAGGED, sliding_window=100, layout=BNSD),
     make("window-packed", "packed cache", RAGGED, sliding_window=100, layout=PACKED),
+    make("window-packed-d128", "D 128", RAGGED, sliding_window=100, layout=PACKED, head_dim=128),
     make("window-splits", "a window that is cut", (1500, 900), sliding_window=700, num_splits=3),
     make("anchors", "four anchors", RAGGED, sliding_window=100, anchor_tokens=4),
     make(

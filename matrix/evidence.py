@@ -16,7 +16,7 @@ import torch
 
 from splitkv.backends.base import Backend
 from splitkv.matrix.case import Case
-from splitkv.matrix.inputs import digest as inputs_digest
+from splitkv.matrix.draw import digest as inputs_digest
 from splitkv.matrix.machine import this_machine
 from splitkv.matrix.parity import Outcome, Result
 
@@ -121,7 +121,8 @@ def _run(case: Case, result: Result, seed: int) -> Run:
 
 def save(evidence: Evidence, path: Path | None = None) -> Path:
     """Write ``evidence``, one line per run; returns where."""
-    head = asdict(evidence) | {"kind": evidence.kind.value}
+    head: dict[str, Any] = asdict(evidence)
+    head["kind"] = evidence.kind.value
     lines = [json.dumps(_without_none(run), ensure_ascii=False) for run in head.pop("runs")]
     text = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
     text += ',\n  "runs": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}\n"

@@ -8,7 +8,7 @@ from splitkv.backends.base import Backend
 from splitkv.common.support import Support, dtype_name
 from splitkv.matrix.case import Case
 from splitkv.matrix.cells import Cell, Row, Standing, Word, cell, current_runs, routes, tables
-from splitkv.matrix.evidence import Evidence
+from splitkv.matrix.evidence import Evidence, Kind
 from splitkv.matrix.parity import Outcome, refusals
 
 HEAD = """\
@@ -116,9 +116,10 @@ def cell_text(found: Cell) -> str:
         return f"**broken**: {found.sentence}"
     if found.word is Word.DECLARED:
         return str(found.word.value)
-    verbs = {Word.PASSED: "passed on", Word.COMPILES: "compiles for"}
-    verb = verbs.get(found.word, f"{found.word.value},")
-    return f"{verb} {'; '.join(map(_standing_text, found.standing))}"
+    texts = "; ".join(map(_standing_text, found.standing))
+    if found.word is Word.PASSED:
+        return f"passed on {texts}"
+    return f"compiles for {texts}" if found.word is Word.COMPILES else f"{found.word.value} {texts}"
 
 
 def _standing_text(standing: Standing) -> str:
@@ -128,7 +129,8 @@ def _standing_text(standing: Standing) -> str:
     if standing.error is not None:
         details.append(f"worst error {_short(standing.error)}")
     details.append(f"{standing.passed} of {standing.cases} cases")
-    return f"{entry.device} ({', '.join(details)})"
+    text = f"({', '.join(details)})"
+    return f"{entry.device} {text}" if entry.kind in (Kind.DEVICE, Kind.AOT) else text
 
 
 def _short(error: float) -> str:

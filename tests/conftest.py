@@ -1,4 +1,4 @@
-"""Read before any test module: without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before triton is imported."""
+"""Without a GPU Triton kernels run in Triton's interpreter, chosen before triton is imported."""
 
 import os
 

@@ -39,7 +39,10 @@ def cache_of(arguments: Arguments) -> Cache:
 
 
 def call_of(q: Tensor, cache: Cache | Arguments, **settings: Any) -> DecodeCall:
-    """q: [B, S, H, D], or [tokens, H, D] with ``cu_seqlens_q``. settings: fields of the spec, and the call's other tensors."""
+    """q: [B, S, H, D], or [tokens, H, D] with ``cu_seqlens_q``.
+
+    settings: fields of the spec, and the call's other tensors.
+    """
     cache = cache_of(cache) if isinstance(cache, dict) else cache
     extras = {name: settings.pop(name).to(DEVICE) for name in _EXTRAS if name in settings}
     packed = "cu_seqlens_q" in extras
@@ -112,4 +115,6 @@ def on_host(call: DecodeCall) -> DecodeCall:
 
 def taken(history: History, *requests: int) -> History:
     """Some requests of a history."""
-    return History([history.k[index] for index in requests], [history.v[index] for index in requests])
+    return History(
+        [history.k[index] for index in requests], [history.v[index] for index in requests]
+    )

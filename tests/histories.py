@@ -1,7 +1,7 @@
-"""Requests with known content, the ways to lay them out in a cache, and what attention over them is.
+"""Requests with known content, ways to lay them out in a cache, and what attention over them is.
 
-A history is a list with one [T, K, D] tensor per request. ``attend`` is the reference: a dense softmax in float64,
-one request and one head at a time, written from the definition and sharing no code with the library.
+A history is a list with one [T, K, D] tensor per request. ``attend`` is the reference: a dense
+softmax in float64, one request and one head at a time, sharing no code with the library.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 Arguments = dict[str, Any]
 
 STATED_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Absolute, for inputs from N(0, 1): what the log of faults states for every case that names no other."""
+"""Absolute, for inputs from N(0, 1): what the log of faults states where a case names no other."""
 STATED_LSE_TOLERANCE = 1e-4
 
 
@@ -30,11 +30,14 @@ class History:
     def lengths(self) -> list[int]:
         return [len(k) for k in self.k]
 
-    def dense(self, capacity: int | None = None, *, fill: float = math.nan, layout: str = "BSND") -> Arguments:
+    def dense(
+        self, capacity: int | None = None, *, fill: float = math.nan, layout: str = "BSND"
+    ) -> Arguments:
         """One row of ``capacity`` tokens per request, unused slots holding ``fill``."""
         capacity = max(self.lengths, default=0) if capacity is None else capacity
         k, v = (
-            torch.stack([_filled(rows, capacity, fill) for rows in part]) for part in (self.k, self.v)
+            torch.stack([_filled(rows, capacity, fill) for rows in part])
+            for part in (self.k, self.v)
         )
         if layout == "BNSD":
             k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
@@ -42,7 +45,11 @@ class History:
 
     def packed(self) -> Arguments:
         """Requests one after the other."""
-        return {"k": torch.cat(self.k), "v": torch.cat(self.v), "cu_seqlens_k": offsets32(self.lengths)}
+        return {
+            "k": torch.cat(self.k),
+            "v": torch.cat(self.v),
+            "cu_seqlens_k": offsets32(self.lengths),
+        }
 
     def paged(
         self,
@@ -55,7 +62,7 @@ class History:
         width: int | None = None,
         seed: int = 0,
     ) -> Arguments:
-        """Pages in shuffled order; unused slots and ``spare_pages`` hold ``fill``, unused table entries ``unused``."""
+        """Pages in shuffled order; unused slots and spare pages hold ``fill``."""
         counts = [-(-length // page_size) for length in self.lengths]
         pages = sum(counts) + spare_pages
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
@@ -123,10 +130,13 @@ def random_history(
 def position_history(
     lengths: Sequence[int], kv_heads: int, head_dim: int, *, dtype: torch.dtype = torch.float32
 ) -> History:
-    """The uniform probe's V: position j holds j in every channel; K is random, and a query of 0 ignores it."""
+    """The uniform probe's V: position j holds j; K is random, and a query of 0 ignores it."""
     history = random_history(lengths, kv_heads, head_dim, dtype=dtype)
     v = [
-        torch.arange(length).to(dtype)[:, None, None].expand(length, kv_heads, head_dim).contiguous()
+        torch.arange(length)
+        .to(dtype)[:, None, None]
+        .expand(length, kv_heads, head_dim)
+        .contiguous()
         for length in lengths
     ]
     return History(history.k, v)
@@ -138,7 +148,7 @@ def random_queries(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def attend(
-    queries: Sequence[Tensor],
+    queries: Sequence[Tensor] | Tensor,
     history: History,
     *,
     causal: bool = True,
@@ -149,7 +159,7 @@ def attend(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Reference ``(out, lse)`` per request in float64: out [S, H, Dv], lse [S, H] with the sink if there is one.
+    """Reference ``(out, lse)`` per request in float64: out [S, H, Dv], lse [S, H] with the sink.
 
     queries: one [S, H, D] per request. bias and mask: [B, S, T], all requests of one length T.
     """
@@ -187,25 +197,29 @@ def attend(
 
 
 def assert_near(out: Tensor, expected: Tensor, *, bound: float | None = None) -> None:
-    """Every element within the stated tolerance of ``out``'s dtype (or ``bound``); NaN and inf never pass."""
+    """Within the stated tolerance of ``out``'s dtype (or ``bound``); NaN and inf never pass."""
     error = (out.double() - expected.double()).abs()
     limit = STATED_TOLERANCE[out.dtype] if bound is None else bound
     assert out.shape == expected.shape
-    assert bool((error <= limit).all()), f"worst error {error.max().item():.3g}, allowed {limit:.3g}"
+    assert bool((error <= limit).all()), (
+        f"worst error {error.max().item():.3g}, allowed {limit:.3g}"
+    )
 
 
 def assert_near_lse(lse: Tensor, expected: Tensor) -> None:
-    """-inf exactly where expected, elsewhere within the stated tolerance and float32's spacing at that value."""
+    """-inf exactly where expected, elsewhere within the stated tolerance and float32's spacing."""
     assert lse.dtype == torch.float32
     empty = expected == -math.inf
     assert torch.equal(lse == -math.inf, empty)
     error = (lse.double() - expected)[~empty].abs()
     spacing = torch.finfo(torch.float32).eps * expected[~empty].abs()
-    assert bool((error <= STATED_LSE_TOLERANCE + spacing).all()), f"worst error {error.max().item():.3g}"
+    assert bool((error <= STATED_LSE_TOLERANCE + spacing).all()), (
+        f"worst error {error.max().item():.3g}"
+    )
 
 
 def assert_rounded(out: Tensor, expected: Tensor | float) -> None:
-    """Equal to ``expected`` but for one rounding to ``out``'s dtype and float32 sums of positive terms."""
+    """Equal but for one rounding to ``out``'s dtype and float32 sums of positive terms."""
     wanted = torch.as_tensor(expected, dtype=torch.float64).expand(out.shape)
     relative = max(torch.finfo(out.dtype).eps, 1e-5)
     error = (out.double() - wanted).abs()

@@ -1,4 +1,4 @@
-"""Bugs to plant in the CUDA kernels' launches, seen in Triton's interpreter."""
+"""Bugs to plant in the CUDA kernels' launches."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mutants import Mutant, Patch, interleaved, sink_per_split
-from splitkv.backends.cuda import InterpretedCudaBackend
+from splitkv.backends.cuda import CudaBackend
 
 
 def _changed_arguments(change: Callable[[dict[str, Any]], None]) -> Callable[[Patch], None]:
@@ -90,7 +90,7 @@ MUTANTS = (
         spared=("group-1",),
     ),
     Mutant(
-        sink_per_split(InterpretedCudaBackend),
+        sink_per_split(CudaBackend),
         touched=("sinks",),
         broken=("learned sinks",),
         spared=("lengths-zero-between",),

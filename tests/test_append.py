@@ -12,6 +12,7 @@ from torch import Tensor
 
 import splitkv
 from splitkv import DenseCache, PackedCache, PagedCache, RingCache, append_kv
+from splitkv.backends.append import _slots
 
 K, D, DV, P = 2, 4, 6, 4
 LAYOUTS = ["BSND", "BNSD", "packed", "NHD", "HND", "ring"]
@@ -237,6 +238,13 @@ def test_of_more_tokens_than_a_ring_holds_the_newest_stay() -> None:
     assert torch.equal(read(at_once, 0)[1][resident], v[0, resident])
 
 
+def test_of_rows_that_go_to_one_place_of_a_ring_one_counts() -> None:
+    # which of two writes to one place wins is not defined on a GPU
+    slots = _slots(empty_cache("ring", [30, 7], capacity=12), *rows(2, 30))
+    places = torch.stack([slots.outer, slots.inner])[:, slots.counts]
+    assert places.unique(dim=1).shape == places.shape == (2, 4 + 6 + 7)
+
+
 def test_a_ring_is_not_unrolled_to_its_length() -> None:
     cache = empty_cache("ring", [2_000_000_000], capacity=12)
     k, v = rows(1, 2)
@@ -298,6 +306,16 @@ def test_l07_values_beyond_e4m3_saturate_and_nan_stays() -> None:
     for part in (k, v):
         got = part.float().flatten()
         torch.testing.assert_close(got, torch.tensor(expected), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_values_beyond_e5m2_saturate_too_although_it_has_infinities() -> None:
+    k, v = (torch.zeros(1, 1, 1, 6).to(torch.float8_e5m2) for _ in range(2))
+    values = torch.tensor([57344.0, 65536.0, -1e6, math.inf, -math.inf, math.nan]).expand(1, 1, 6)
+    append_kv(PagedCache(k, v, ints(0)[None], ints(1)), values, values)
+    expected = torch.tensor([57344.0, 57344.0, -57344.0, 57344.0, -57344.0, math.nan])
+    for part in (k, v):
+        got = part.float().flatten()
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from backends_in_reach import InReach, every_backend
 from histories import (
     History,
@@ -16,8 +18,6 @@ from histories import (
     random_queries,
     same_bits,
 )
-from torch import Tensor
-
 from splitkv import PartialState
 
 
@@ -26,7 +26,7 @@ def fields(state: PartialState) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def state_of_three_tokens(seed: int, empty: tuple[int, ...], dtype: torch.dtype) -> PartialState:
-    """Three tokens, five heads, Dv 64; ``out`` rounded to ``dtype``; the tokens in ``empty`` saw nothing."""
+    """Three tokens, five heads, Dv 64, ``out`` in ``dtype``; those in ``empty`` saw nothing."""
     random = torch.Generator().manual_seed(seed)
     out = torch.randn(3, 5, 64, generator=random).to(dtype)
     lse = torch.randn(3, 5, generator=random)
@@ -140,7 +140,9 @@ def test_A06_decode_and_prefill_paths_agree_on_empty_and_other_rows(on: InReach)
     cache = history.paged(8)
     decoded, decoded_lse = on.decode(q, **cache)
     # Prefill: four queries per request (packed), of which the decode step's is the last.
-    prefill_q = torch.cat([random_queries(3, 3, 8, 128, dtype=torch.float16, seed=5), q[:, None]], 1)
+    prefill_q = torch.cat(
+        [random_queries(3, 3, 8, 128, dtype=torch.float16, seed=5), q[:, None]], 1
+    )
     prefilled, prefilled_lse = on.decode(
         prefill_q.flatten(0, 1), **cache, cu_seqlens_q=offsets32([4, 4, 4])
     )
@@ -158,7 +160,7 @@ def test_A06_decode_and_prefill_paths_agree_on_empty_and_other_rows(on: InReach)
 
 @every_backend
 def test_A08_leading_keys_masked_valid_keys_later(on: InReach) -> None:
-    # The index list is a table of one-token pages; padding (-1) is masked, so its entry is not used.
+    # The index list is a table of one-token pages; padding (-1) is masked, its entry not used.
     heads, listed, padding = 16, 64, 16
     history = random_history([128], 1, 576, dtype=torch.bfloat16)
     k, v = history.k[0][:, None], history.k[0][:, None, :, :512]
@@ -190,9 +192,7 @@ def test_A09_fully_masked_row_has_lse_minus_infinity_not_zero(on: InReach) -> No
     q = random_queries(1, 4, 2, 64)
     mask = torch.ones(1, 4, 8, dtype=torch.bool)
     mask[0, 2] = False
-    out, lse = on.decode(
-        q, **history.dense(), causal=False, attn_mask=mask, tile=2, num_splits=4
-    )
+    out, lse = on.decode(q, **history.dense(), causal=False, attn_mask=mask, tile=2, num_splits=4)
     assert bool((lse[0, 2] == -math.inf).all())
     assert bool((out[0, 2] == 0).all())
     wanted, wanted_lse = attend(q, history, causal=False, mask=mask)

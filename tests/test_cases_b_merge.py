@@ -1,10 +1,12 @@
 """Faults that users met elsewhere: merging states, and what their log-sum-exp is."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
-from backends_in_reach import IN_REACH, InReach, backends, every_backend
+
+from backends_in_reach import IN_REACH, INTERPRETED, InReach, backends, every_backend
 from histories import (
     History,
     assert_near,
@@ -16,11 +18,9 @@ from histories import (
     random_queries,
     same_bits,
 )
-
 from splitkv import PartialState, merge_states
 
 LOG2_E = math.log2(math.e)
-INTERPRETED = ("cuda (interpreter)",)
 
 
 def one_value(out: float, lse: float) -> PartialState:
@@ -32,7 +32,7 @@ def shards(history: History, *ends: int) -> list[History]:
     bounds = [0, *ends, history.lengths[0]]
     return [
         History([history.k[0][low:high]], [history.v[0][low:high]])
-        for low, high in zip(bounds, bounds[1:], strict=False)
+        for low, high in pairwise(bounds)
     ]
 
 
@@ -71,7 +71,7 @@ def test_B02_splits_need_the_lse_even_when_the_caller_does_not(on: InReach) -> N
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(8, 8), (251, 5)])
-@every_backend
+@backends(slow=INTERPRETED)
 def test_B03_lse_is_tokens_by_heads_and_the_square_case_would_show_a_transpose(
     on: InReach, tokens: int, heads: int
 ) -> None:
@@ -106,7 +106,7 @@ def test_B05_partial_outputs_are_not_rounded_before_the_merge(on: InReach) -> No
 
 @every_backend
 def test_B07_constant_taken_from_the_keys_goes_back_into_the_lse(on: InReach) -> None:
-    # Each shard quantises K minus its own mean; the scores with the original keys are scale * q.mean higher.
+    # Each shard quantises K minus its own mean; the original keys score scale * q.mean higher.
     random = torch.Generator().manual_seed(0)
     scale, q = 64**-0.5, random_queries(1, 2, 4, 64)
     states, exact_k, exact_v = [], [], []
@@ -132,7 +132,9 @@ def test_B07_constant_taken_from_the_keys_goes_back_into_the_lse(on: InReach) ->
     merged = on.merge(states)
     whole = History([torch.cat(exact_k)], [torch.cat(exact_v)])
     wanted, wanted_lse = attend(q, whole, causal=False, sm_scale=scale)
-    assert_near(merged.out[0], wanted[0], bound=1e-4)  # the stated tolerance of the lse, as a weight
+    assert_near(
+        merged.out[0], wanted[0], bound=1e-4
+    )  # the stated tolerance of the lse, as a weight
     assert_near_lse(merged.lse[0], wanted_lse[0])
 
 
@@ -165,7 +167,11 @@ def test_B10_running_merge_keeps_what_came_before(on: InReach) -> None:
     assert_near(running.lse, torch.full((1, 4, 2), math.log(48)))
 
 
-LONG = [4096, pytest.param(65536, marks=pytest.mark.slow), pytest.param(262144, marks=pytest.mark.slow)]
+LONG = [
+    4096,
+    pytest.param(65536, marks=pytest.mark.slow),
+    pytest.param(262144, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["same", "fp8"])

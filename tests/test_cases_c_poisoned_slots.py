@@ -1,10 +1,12 @@
-"""Faults that users met elsewhere: what unused, stale and recycled cache slots hold must not matter."""
+"""Faults that users met elsewhere: what unused, stale and recycled slots hold."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from backends_in_reach import InReach, every_backend
+
+from backends_in_reach import INTERPRETED, InReach, backends, every_backend
 from histories import (
     History,
     assert_near,
@@ -17,7 +19,6 @@ from histories import (
     random_queries,
     same_bits,
 )
-
 from splitkv import PagedCache, append_kv
 
 POISONS = [math.nan, math.inf, -math.inf, 3e38]
@@ -50,7 +51,9 @@ def test_C03_padding_rows_write_nothing_that_a_live_row_reads(on: InReach) -> No
     live, pads, page = [9, 17, 30], 5, 16
     whole = random_history(live, 2, 64)
     before = History([k[:-2] for k in whole.k], [v[:-2] for v in whole.v])
-    room = History([torch.cat([k, k[:2]]) for k in before.k], [torch.cat([v, v[:2]]) for v in before.v])
+    room = History(
+        [torch.cat([k, k[:2]]) for k in before.k], [torch.cat([v, v[:2]]) for v in before.v]
+    )
     cache = room.paged(page, fill=0.0, spare_pages=16 - 4, unused=0)
     k, v, live_table = cache["k"], cache["v"], cache["block_table"]
     pad_table = torch.full((pads, live_table.shape[1]), -1, dtype=torch.int32)
@@ -87,7 +90,7 @@ def test_C03_padding_rows_write_nothing_that_a_live_row_reads(on: InReach) -> No
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@every_backend
+@backends(slow=INTERPRETED)
 def test_C04_tail_of_the_last_tile_stays_out_of_the_denominator(on: InReach, causal: bool) -> None:
     lengths = [1, 15, 16, 17, 200, 255, 256, 257]
     history = random_history(lengths, 8, 128, dtype=torch.bfloat16)
@@ -117,9 +120,16 @@ def test_C06_recycled_pages_of_a_quantised_cache_change_no_bit(
 ) -> None:
     lengths, page = [2001, 2000, 1999], 16
     random = torch.Generator().manual_seed(0)
-    codes = [torch.randint(0, 120, (n, 2, 64), generator=random, dtype=torch.uint8) for n in lengths]
-    history = History([rows.view(dtype) for rows in codes], [rows.flip(0).view(dtype) for rows in codes])
-    scales = {"k_scale": torch.tensor([0.01, 0.02]), "v_scale": torch.tensor([0.5, 0.25])}
+    codes = [
+        torch.randint(0, 120, (n, 2, 64), generator=random, dtype=torch.uint8) for n in lengths
+    ]
+    history = History(
+        [rows.view(dtype) for rows in codes], [rows.flip(0).view(dtype) for rows in codes]
+    )
+    scales: dict[str, Any] = {
+        "k_scale": torch.tensor([0.01, 0.02]),
+        "v_scale": torch.tensor([0.5, 0.25]),
+    }
     q = random_queries(3, 6, 64)
     fresh = history.paged(page, fill=0.0)
     recycled = history.paged(page, fill=0.0)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from backends_in_reach import InReach, every_backend
+
+from backends_in_reach import INTERPRETED, InReach, backends, every_backend
 from histories import (
     History,
     assert_near,
@@ -20,7 +21,6 @@ from histories import (
     random_queries,
     same_bits,
 )
-
 from splitkv import PagedCache, decode_attention
 
 
@@ -61,7 +61,8 @@ def test_D04_lengths_beyond_the_tables_capacity_are_refused(on: InReach) -> None
     cache = random_history([64] * 8, 8, 64, dtype=torch.float16).paged(16)
     cache["seq_lens"] = lengths32([512] * 8)
     q = random_queries(8, 8, 64, dtype=torch.float16)
-    for plan in ({}, {"tile": 16, "num_splits": 4}):
+    plans: list[dict[str, Any]] = [{}, {"tile": 16, "num_splits": 4}]
+    for plan in plans:
         with pytest.raises(ValueError, match=r"seq_lens\[0\] is 512.*capacity is 64 tokens"):
             on.decode(q, **cache, **plan, validate="full")
 
@@ -108,7 +109,7 @@ def metadata_arguments(history: History, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", METADATA)
-@every_backend
+@backends(slow=INTERPRETED)
 def test_D07_int32_and_int64_metadata_mean_the_same(
     on: InReach, name: str, dtype: torch.dtype
 ) -> None:
@@ -155,7 +156,9 @@ def test_D09_full_last_page_counts_whole() -> None:
 def test_D09_last_page_length_of_zero_or_above_the_page_is_refused(
     last: list[int], index: int, value: int
 ) -> None:
-    with pytest.raises(ValueError, match=rf"last_page_len\[{index}\] is {value}, allowed are 1 to 16"):
+    with pytest.raises(
+        ValueError, match=rf"last_page_len\[{index}\] is {value}, allowed are 1 to 16"
+    ):
         last_page_cache(last)
 
 
@@ -173,10 +176,8 @@ def test_D10_page_size_need_not_be_a_power_of_two(on: InReach, page_size: int) -
 
 @pytest.mark.parametrize("steps", [1, 32])
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128, 256])
-@every_backend
-def test_D11_every_page_size_is_right_or_refused(
-    on: InReach, page_size: int, steps: int
-) -> None:
+@backends(slow=INTERPRETED)
+def test_D11_every_page_size_is_right_or_refused(on: InReach, page_size: int, steps: int) -> None:
     history = random_history([100, 300], 8, 128, dtype=torch.bfloat16)
     q = random_queries(2, steps, 16, 128, dtype=torch.bfloat16)
     out, lse = on.decode(q, **history.paged(page_size))

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backends_in_reach import InReach, backends, every_backend, spec_of
+
+from backends_in_reach import INTERPRETED, NOT_NATIVE, InReach, backends, spec_of
 from histories import (
     assert_near,
     assert_near_lse,
@@ -17,10 +18,7 @@ from histories import (
     random_queries,
     same_bits,
 )
-
 from splitkv import PROFILES, DecodeSpec, Layout, plan_splits
-
-INTERPRETED = ("cuda (interpreter)",)
 
 
 @pytest.mark.parametrize("place", ["dense", "pages of 16"])
@@ -69,7 +67,7 @@ def test_F03_every_sequence_of_a_packed_batch_gets_its_own_rows(
         assert_near_lse(result[1], torch.cat(wanted_lse))
 
 
-@backends(slow=INTERPRETED)
+@backends(slow=NOT_NATIVE)
 def test_F04_automatic_splits_are_right_at_every_length_and_equal_what_they_report(
     on: InReach,
 ) -> None:
@@ -80,7 +78,7 @@ def test_F04_automatic_splits_are_right_at_every_length_and_equal_what_they_repo
     keys = whole.k[0].double().repeat_interleave(4, 1)
     values = whole.v[0].double().repeat_interleave(4, 1)
     scores = torch.einsum("hd,thd->ht", q[0].double(), keys) * 128**-0.5
-    cut = 0
+    cut, wanted = 0, torch.empty(0)
     for length in range(1, 601):
         cache["seq_lens"] = torch.tensor([length], dtype=torch.int32)
         weights = torch.softmax(scores[:, :length], 1)
@@ -97,7 +95,7 @@ def test_F04_automatic_splits_are_right_at_every_length_and_equal_what_they_repo
 COUNTS = [*range(1, 65), 96, 128]
 
 
-@backends(slow=INTERPRETED)
+@backends(slow=NOT_NATIVE)
 def test_F05_every_explicit_split_count_gives_the_same_answer(on: InReach) -> None:
     history = random_history([4096], 8, 128, dtype=torch.bfloat16)
     q = random_queries(1, 16, 128, dtype=torch.bfloat16)
@@ -148,14 +146,10 @@ def test_F09_workspace_is_exact_and_one_split_too_few_is_refused_when_planning(
         cut = plan.num_splits if plan.max_splits > 1 else 0
         assert plan.partial_bytes == cut * 64 * gathered * (256 + 2) * 4
         need = plan.num_splits
-        exact = plan_splits(
-            spec, lengths, profile=profile, num_splits=num_splits, capacity=need
-        )
+        exact = plan_splits(spec, lengths, profile=profile, num_splits=num_splits, capacity=need)
         assert exact.num_splits == need
         with pytest.raises(ValueError, match=rf"capacity {need - 1} is below the {need} splits"):
-            plan_splits(
-                spec, lengths, profile=profile, num_splits=num_splits, capacity=need - 1
-            )
+            plan_splits(spec, lengths, profile=profile, num_splits=num_splits, capacity=need - 1)
     small = plan_splits(spec, [1] * 528, profile=profile, num_splits=4)
     with pytest.raises(ValueError, match=r"need 2112 splits, the plan's capacity is 528"):
         small.refresh(lengths)
@@ -177,4 +171,3 @@ def test_F11_head_dims_below_their_padding_write_no_neighbour(on: InReach, head_
     assert bool((buffer[:guard] == 7.0).all())
     assert bool((buffer[-guard:] == 7.0).all())
     assert torch.equal(inside, out)
-

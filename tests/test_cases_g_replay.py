@@ -1,14 +1,15 @@
 """Faults that users met elsewhere: one plan serves calls whose lengths have changed since.
 
-A graph on a device replays a launch whose plan it captured. What the plan promises for that is checked here
-on every backend, without a graph.
+A graph on a device replays a launch whose plan it captured. What the plan promises for that is
+checked here on every backend, without a graph.
 """
 
 import math
 
 import pytest
 import torch
-from backends_in_reach import InReach, backends, every_backend, spec_of
+
+from backends_in_reach import INTERPRETED, InReach, backends, every_backend, spec_of
 from histories import (
     History,
     assert_near,
@@ -21,7 +22,6 @@ from histories import (
     same_bits,
 )
 
-INTERPRETED = ("cuda (interpreter)",)
 REPLAYS = [[1, 17, 4096, 300], [4096, 4096, 4096, 4096], [0, 5, 1, 2], [129, 4095, 1, 64]]
 
 
@@ -44,9 +44,7 @@ def test_G01_plan_for_an_upper_bound_serves_every_shorter_replay(
     first = on.decode(q, **cache, plan=plan)
     cache["seq_lens"] = lengths32(lengths)
     replayed = on.decode(q, **cache, plan=plan)
-    eager = on.decode(
-        q, **cache, plan=on.plan(spec_of(q, **cache), [4096] * 4, num_splits=8)
-    )
+    eager = on.decode(q, **cache, plan=on.plan(spec_of(q, **cache), [4096] * 4, num_splits=8))
     assert same_bits(replayed, eager)
     wanted, wanted_lse = attend(q[:, None], shortened(history, lengths))
     assert_near(replayed[0], torch.cat(wanted))
@@ -132,7 +130,9 @@ def test_G06_replay_with_other_query_offsets_shifts_no_row(on: InReach) -> None:
     spec = spec_of(captured, **cache, cu_seqlens_q=offsets32([stride] * 3))
     plan = on.plan(spec, lengths, tile=16, num_splits=3)
     on.decode(captured, **cache, cu_seqlens_q=offsets32([stride] * 3), plan=plan)
-    rows = [captured[stride * row + stride - n : stride * (row + 1)] for row, n in enumerate(accepted)]
+    rows = [
+        captured[stride * row + stride - n : stride * (row + 1)] for row, n in enumerate(accepted)
+    ]
     wanted, wanted_lse = attend(rows, history)
     # Uniform stride: the accepted queries stand last, the unused rows before them hold NaN.
     uniform = torch.full_like(captured, math.nan)

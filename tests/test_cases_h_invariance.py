@@ -1,4 +1,4 @@
-"""Faults that users met elsewhere: bits that depend on batch mates, on the run, or on the device in use."""
+"""Faults that users met elsewhere: bits that depend on batch mates, runs or devices."""
 
 import json
 import os
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from backends_in_reach import InReach, backends, every_backend
+from torch import Tensor
+
+from backends_in_reach import INTERPRETED, InReach, backends
 from histories import (
     History,
     assert_near,
@@ -19,11 +21,8 @@ from histories import (
     random_queries,
     same_bits,
 )
-from torch import Tensor
-
 from splitkv import decode_attention
 
-INTERPRETED = ("cuda (interpreter)",)
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -32,7 +31,7 @@ def row_of(out: tuple[Tensor, Tensor], row: int) -> tuple[Tensor, Tensor]:
 
 
 def batch_around(history: History, batch: int, place: int, seed: int) -> dict[str, Any]:
-    """The one request of ``history`` at row ``place`` among mates of length 1 to 9000 that share pages of their own."""
+    """The request of ``history`` at row ``place`` among mates of up to 9000 tokens."""
     pages_of_mate = -(-9000 // 16)
     cache = history.paged(16, fill=0.0, spare_pages=pages_of_mate, width=pages_of_mate, seed=seed)
     own = cache["block_table"][0]
@@ -47,15 +46,7 @@ def batch_around(history: History, batch: int, place: int, seed: int) -> dict[st
     return {**cache, "block_table": table, "seq_lens": lengths}
 
 
-BATCHES = [2, 7, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (16, 64, 256))]
-
-
-@pytest.mark.parametrize("splits", [{"split_size": 1024}, {"num_splits": 4}], ids=str)
-@pytest.mark.parametrize("batch", BATCHES)
-@backends(slow=INTERPRETED)
-def test_H01_row_has_the_same_bits_alone_and_in_any_batch(
-    on: InReach, batch: int, splits: dict[str, int]
-) -> None:
+def assert_row_keeps_its_bits(on: InReach, batch: int, splits: dict[str, Any]) -> None:
     for length in (5, 700, 5000):
         history = random_history([length], 8, 128, dtype=torch.bfloat16)
         q = random_queries(1, 32, 128, dtype=torch.bfloat16)
@@ -65,6 +56,28 @@ def test_H01_row_has_the_same_bits_alone_and_in_any_batch(
             mates[place] = q[0]
             together = on.decode(mates, **batch_around(history, batch, place, seed), **splits)
             assert same_bits(row_of(together, place), row_of(alone, 0))
+
+
+SPLITS = pytest.mark.parametrize("splits", [{"split_size": 1024}, {"num_splits": 4}], ids=str)
+
+
+@SPLITS
+@pytest.mark.parametrize("batch", [2, 7])
+@backends(slow=INTERPRETED)
+def test_H01_row_has_the_same_bits_alone_and_in_any_batch(
+    on: InReach, batch: int, splits: dict[str, Any]
+) -> None:
+    assert_row_keeps_its_bits(on, batch, splits)
+
+
+@pytest.mark.slow
+@SPLITS
+@pytest.mark.parametrize("batch", [16, 64, 256])
+@backends(without=INTERPRETED)
+def test_H01_row_has_the_same_bits_alone_and_in_a_large_batch(
+    on: InReach, batch: int, splits: dict[str, Any]
+) -> None:
+    assert_row_keeps_its_bits(on, batch, splits)
 
 
 @pytest.mark.parametrize("head_dim", [256, 384, 512])
@@ -87,23 +100,38 @@ def test_H03_row_does_not_change_with_batch_size_for_large_heads(
             assert same_bits(row_of(together, row), row_of(alone, 0))
 
 
-REPEATS = [5, pytest.param(200, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("num_splits", [1, 8, 16, 32])
-@pytest.mark.parametrize("repeats", REPEATS)
-@backends(slow=INTERPRETED)
-def test_H04_same_call_gives_the_same_bits_every_time(
-    on: InReach, repeats: int, num_splits: int, kv_dtype: torch.dtype
+def assert_repeats(
+    on: InReach, longest: int, repeats: int, num_splits: int, kv_dtype: torch.dtype
 ) -> None:
-    longest = 65536 if repeats == 200 else 16384
     history = random_history([longest, 3000, 17], 2, 128, dtype=kv_dtype)
     q = random_queries(3, 16, 128, dtype=torch.bfloat16)
     cache = history.paged(16)
     first = on.decode(q, **cache, num_splits=num_splits)
     for _ in range(repeats - 1):
         assert same_bits(on.decode(q, **cache, num_splits=num_splits), first)
+
+
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+NUM_SPLITS = pytest.mark.parametrize("num_splits", [1, 8, 16, 32])
+
+
+@KV_DTYPES
+@NUM_SPLITS
+@backends(slow=INTERPRETED)
+def test_H04_same_call_gives_the_same_bits_every_time(
+    on: InReach, num_splits: int, kv_dtype: torch.dtype
+) -> None:
+    assert_repeats(on, 16384, 5, num_splits, kv_dtype)
+
+
+@pytest.mark.slow
+@KV_DTYPES
+@NUM_SPLITS
+@backends(without=INTERPRETED)
+def test_H04_same_long_call_gives_the_same_bits_two_hundred_times(
+    on: InReach, num_splits: int, kv_dtype: torch.dtype
+) -> None:
+    assert_repeats(on, 65536, 200, num_splits, kv_dtype)
 
 
 @pytest.mark.parametrize("name", ["k", "block_table", "sinks", "attn_bias"])
@@ -153,7 +181,7 @@ else:
 """
 
 
-@every_backend
+@backends(slow=INTERPRETED)
 def test_H09_first_launch_of_a_fresh_process_writes_everything(on: InReach) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run(

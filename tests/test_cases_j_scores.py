@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from backends_in_reach import InReach, every_backend
+
+from backends_in_reach import INTERPRETED, InReach, backends, every_backend
 from histories import (
     History,
     assert_near,
@@ -15,7 +16,6 @@ from histories import (
     random_queries,
     same_bits,
 )
-
 from splitkv import PartialState, decode_attention, finish
 
 
@@ -58,15 +58,11 @@ def test_J01_sink_counts_once_over_splits_of_whole_pages(on: InReach) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 2, 4])
 @every_backend
-def test_J01_sink_counts_once_when_leading_splits_see_nothing(
-    on: InReach, num_splits: int
-) -> None:
+def test_J01_sink_counts_once_when_leading_splits_see_nothing(on: InReach, num_splits: int) -> None:
     q, sinks = torch.zeros(1, 2, 16), torch.zeros(2)
     cache = ones_history(4).dense()
     mask = torch.tensor([[[False, False, True, True]]])
-    hidden = on.decode(
-        q, **cache, sinks=sinks, attn_mask=mask, tile=1, num_splits=num_splits
-    )
+    hidden = on.decode(q, **cache, sinks=sinks, attn_mask=mask, tile=1, num_splits=num_splits)
     windowed = on.decode(q, **cache, sinks=sinks, window_left=1, tile=1, num_splits=num_splits)
     for out, lse in (hidden, windowed):
         assert_near(out, torch.full_like(out, 2 / 3, dtype=torch.float64))
@@ -153,7 +149,7 @@ SCALES = [1.0, 128**-0.5, 1 / 128, 0.5, None]
 @pytest.mark.parametrize("sm_scale", SCALES)
 @pytest.mark.parametrize(("dim", "dim_v"), [(128, 128), (192, 128)])
 @pytest.mark.parametrize("steps", [1, 8])
-@every_backend
+@backends(slow=INTERPRETED)
 def test_J10_scale_reaches_every_path(
     on: InReach, steps: int, dim: int, dim_v: int, sm_scale: float | None
 ) -> None:
@@ -198,7 +194,7 @@ def test_J12_scale_that_is_no_number_is_refused(sm_scale: float) -> None:
 
 @every_backend
 def test_J13_key_scale_is_not_folded_into_half_precision_queries(on: InReach) -> None:
-    # 300 * 400 is past float16's 65504; the scale of channel-wise quantisation is not part of the contract, one per kv head is.
+    # 300 * 400 is past float16's 65504. Scales are per kv head here, not per channel.
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(-127, 128, (40, 2, 64), generator=random, dtype=torch.int8)
     values = torch.randint(-127, 128, (40, 2, 64), generator=random, dtype=torch.int8)

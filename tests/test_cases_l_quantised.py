@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from backends_in_reach import InReach, every_backend
 from histories import (
     STATED_TOLERANCE,
@@ -19,8 +21,6 @@ from histories import (
     random_queries,
     same_bits,
 )
-from torch import Tensor
-
 from splitkv import DenseCache, append_kv, decode_attention
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -28,7 +28,7 @@ CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
 
 def meaning(dtype: torch.dtype) -> Tensor:
-    """What each of the 256 codes means, float64, from the formats' definition (OCP 8-bit floating point)."""
+    """What each of the 256 codes means, float64, from the definition (OCP 8-bit floating point)."""
     mantissa_bits, bias = (3, 7) if dtype == torch.float8_e4m3fn else (2, 15)
     code = np.arange(256)
     sign = np.where(code >= 128, -1.0, 1.0)
@@ -45,7 +45,7 @@ def meaning(dtype: torch.dtype) -> Tensor:
 
 
 def codes_of(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearest finite code, ties to the even one, beyond the largest number that number; uint8, NaN as 0x7F."""
+    """Nearest finite code as uint8, ties to the even one; NaN as 0x7F."""
     magnitude = meaning(dtype)[:128]
     magnitude = magnitude[torch.isfinite(magnitude)]
     wanted = values.double().abs().clamp(max=float(magnitude[-1]))
@@ -131,8 +131,9 @@ def test_L03_scale_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
         [rows.to(torch.int8) for rows in history.k], [rows.to(torch.int8) for rows in history.v]
     ).paged(16)
     for name in ("k_scale", "v_scale"):
+        scale: dict[str, Any] = {name: torch.ones(shape)}
         with pytest.raises(ValueError, match=rf"{name} must be .*\[4\].*\[3, 4\]"):
-            decode_attention(random_queries(3, 12, 64), **cache, **{name: torch.ones(shape)})
+            decode_attention(random_queries(3, 12, 64), **cache, **scale)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -165,7 +166,7 @@ def test_L07_append_saturates_beyond_the_formats_range(dtype: torch.dtype, scale
 def test_L08_all_codes_are_decoded_as_the_format_says(
     on: InReach, part: str, dtype: torch.dtype
 ) -> None:
-    # One request per code. In V a code is the output itself; in K, times a query of 1, it is the score and the lse.
+    # One request per code. In V a code is the output; in K, times a query of 1, the score and lse.
     codes = CODES.view(dtype).view(256, 1, 1, 1).expand(256, 1, 1, 16).contiguous()
     zeros = torch.zeros(256, 1, 1, 16).to(dtype)
     q = torch.zeros(256, 1, 16)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from backends_in_reach import InReach, every_backend
 from histories import (
     History,
@@ -62,9 +63,7 @@ def test_M03_each_query_row_has_its_own_length(on: InReach) -> None:
     for row, seen in enumerate([[97, 98, 99, 100], [0, 0, 1, 2], [0, 0, 0, 0]]):
         for step, visible in enumerate(seen):
             expected = math.log(visible) if visible else -math.inf
-            assert_near_lse(
-                counts_lse[row, step], torch.full((16,), expected, dtype=torch.float64)
-            )
+            assert_near_lse(counts_lse[row, step], torch.full((16,), expected, dtype=torch.float64))
             assert bool(counts[row, step].any()) == (visible > 0)
 
 
@@ -104,7 +103,7 @@ def test_M04_offset_comes_from_the_length_not_from_the_capacity(
 
 @every_backend
 def test_M04_static_cache_with_a_mask_sees_the_same_keys(on: InReach) -> None:
-    # The mask covers the last n positions of what is valid, so a full-capacity mask is cut to the length.
+    # The mask covers the last n valid positions: a full-capacity mask is cut to the length.
     history = random_history([5, 7], 2, 16)
     q = random_queries(2, 2, 2, 16)
     cache = history.dense(8)

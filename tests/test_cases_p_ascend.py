@@ -1,12 +1,15 @@
 """Faults that users met on Ascend: masks instead of lengths, head dims, length lists, stale lists.
 
-The Ascend backend runs on a stand-in here: what its host side hands over is checked, no operator of a device is.
+The Ascend backend runs on a stand-in here: what its host side hands over is checked, no device is.
 """
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from backends_in_reach import IN_REACH, InReach, every_backend, spec_of
+
+from backends_in_reach import IN_REACH, INTERPRETED, InReach, backends, spec_of
 from histories import (
     History,
     assert_near,
@@ -16,7 +19,6 @@ from histories import (
     random_history,
     random_queries,
 )
-
 from splitkv import UnsupportedError, decode_attention
 from splitkv.kernels_ascend import standin
 
@@ -48,13 +50,16 @@ def test_P01_masks_and_biases_are_refused_before_the_operator(name: str) -> None
     shape = (1, 1, 600) if name == "attn_mask" else (1, 1, 1, 600)
     mask = torch.ones(shape, dtype=torch.bool if name == "attn_mask" else torch.float32)
     q = ASCEND.place(random_queries(1, 12, 64, dtype=torch.bfloat16))
-    placed = {key: ASCEND.place(x) if isinstance(x, torch.Tensor) else x for key, x in cache.items()}
+    cache[name] = mask
+    placed: dict[str, Any] = {
+        key: ASCEND.place(x) if isinstance(x, torch.Tensor) else x for key, x in cache.items()
+    }
     with (
         ASCEND.active(),
         standin.recording() as calls,
         pytest.raises(UnsupportedError, match="vllm-ascend issue 15503"),
     ):
-        decode_attention(q, **placed, **{name: ASCEND.place(mask)})
+        decode_attention(q, **placed)
     assert not operator_calls(calls)
 
 
@@ -66,8 +71,8 @@ def test_P03_head_dims_are_right_or_refused_before_the_operator(dims: tuple[int,
     declared = ASCEND.backend.refusals(spec_of(q, **cache))
     with ASCEND.active(), standin.recording() as calls:
         if declared:
+            placed: dict[str, Any] = {key: ASCEND.place(x) for key, x in cache.items()}
             with pytest.raises(UnsupportedError) as refusal:
-                placed = {key: ASCEND.place(x) for key, x in cache.items()}
                 decode_attention(ASCEND.place(q), **placed)
             assert all(reason in str(refusal.value) for reason in declared)
             assert not operator_calls(calls)
@@ -79,7 +84,7 @@ def test_P03_head_dims_are_right_or_refused_before_the_operator(dims: tuple[int,
     assert_near_lse(lse, wanted_lse[0])
 
 
-@every_backend
+@backends(slow=INTERPRETED)
 def test_P04_list_of_lengths_must_have_one_for_each_row(on: InReach) -> None:
     history = random_history([200] * 16, 2, 128, dtype=torch.float16)
     q = random_queries(16, 8, 128, dtype=torch.float16)
@@ -104,12 +109,12 @@ def shortened(history: History, lengths: list[int]) -> History:
 
 
 @pytest.mark.parametrize("lengths_on_device", [False, True])
-@every_backend
+@backends(slow=INTERPRETED)
 def test_G05_every_layer_and_step_uses_its_own_lengths_under_one_plan(
     on: InReach, lengths_on_device: bool
 ) -> None:
-    # A graph of a device that keeps the lists of its capture is not modelled; the plan and the tensors of lengths are
-    # the same objects all along, as they would be there.
+    # A graph that keeps the lists of its capture is not modelled; the plan and the tensors of
+    # lengths are the same objects all along, as they would be there.
     first, second = [1000, 300, 129], [256, 256, 129]
     bound = [n + 3 for n in first]
     history = random_history(bound, 2, 128, dtype=torch.float16)

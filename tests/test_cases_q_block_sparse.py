@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from backends_in_reach import InReach, backends, every_backend
+
+from backends_in_reach import INTERPRETED, InReach, backends, every_backend
 from histories import (
     History,
     assert_near,
@@ -16,7 +17,6 @@ from histories import (
     same_bits,
 )
 
-INTERPRETED = ("cuda (interpreter)",)
 BLOCK = 64
 
 
@@ -46,9 +46,7 @@ def test_Q01_query_block_without_a_key_block_is_empty(on: InReach, place: str) -
 
 @pytest.mark.parametrize("validate", ["full", "none"])
 @every_backend
-def test_Q03_invalid_entries_of_a_block_list_contribute_nothing(
-    on: InReach, validate: str
-) -> None:
+def test_Q03_invalid_entries_of_a_block_list_contribute_nothing(on: InReach, validate: str) -> None:
     # Eight listed blocks of 16: entries that are no page are masked, so they are not used.
     page, pages = 16, 8
     pool = random_history([pages * page], 1, 64, dtype=torch.float16)

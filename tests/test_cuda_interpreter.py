@@ -1,12 +1,12 @@
-"""The CUDA kernels where they go wrong first; the whole case table runs through them in test_parity."""
+"""The CUDA kernels where they go wrong first; test_parity runs the case table through them."""
 
 import math
 
 import pytest
 import torch
+
 from cuda_calls import DEVICE, assert_answers, call_of, decode, host_plan, partial, taken
 from histories import History, offsets32, random_history, random_queries, same_bits
-
 from splitkv.kernels_cuda.states import Workspace
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -56,7 +56,9 @@ def test_every_layout_and_page_size_gives_the_same_bits(dtype: torch.dtype) -> N
     assert all(same_bits(answers[0], answer) for answer in answers)
 
 
-@pytest.mark.parametrize("settings", [{}, {"sliding_window": 40}, {"sliding_window": 40, "anchor_tokens": 5}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"sliding_window": 40}, {"sliding_window": 40, "anchor_tokens": 5}]
+)
 def test_what_no_query_sees_changes_no_bit(settings: dict[str, int]) -> None:
     lengths = [170, 33, 1, 0]
     clean, spoilt = (random_history(lengths, 1, 16, dtype=BF16) for _ in range(2))
@@ -90,7 +92,9 @@ def test_a_hidden_value_of_nan_stays_hidden(hide: str) -> None:
     assert same_bits(answer, decode(call_of(q, history.dense(), **settings), num_splits=1))
 
 
-def test_every_row_is_written_and_no_scratch_is_read_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_written_and_no_scratch_is_read_unwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def spoilt(*arguments: object) -> Workspace:
         workspace = empty(*arguments)
         for tensor in (workspace.out, workspace.lse, workspace.top):
@@ -126,7 +130,7 @@ def test_a_sink_enters_once_and_alone_where_nothing_is_seen(splits: int) -> None
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_scores_of_exactly_minus_61250(splits: int) -> None:
-    """Below every finite stand-in for -inf that 16 bits can hold, and many that float32 kernels use."""
+    """Below every finite stand-in for -inf that 16 bits can hold, and many of float32 kernels."""
     tokens, dim = 200, 16
     k = torch.zeros(tokens, 1, dim, dtype=BF16)
     k[:, 0, 0] = -980.0
@@ -138,7 +142,9 @@ def test_scores_of_exactly_minus_61250(splits: int) -> None:
     mean = v[:, 0].double().mean(0)
     spacing = 2.0**-8  # of float32 at 61250
     assert (lse.double()[0, 0, 0] - (math.log(tokens) - 61250)).abs() <= spacing
-    assert (out[0, 0].double() - mean).abs().max() <= 2 * torch.finfo(BF16).eps * v.double().abs().max()
+    assert (out[0, 0].double() - mean).abs().max() <= 2 * torch.finfo(
+        BF16
+    ).eps * v.double().abs().max()
 
 
 @pytest.mark.parametrize("group", [1, 7, 24, 40, 64])
@@ -225,6 +231,21 @@ def test_any_strides_and_index_types() -> None:
     assert same_bits(answer, decode(plain, num_splits=1))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float64])
+def test_slopes_biases_and_sinks_of_other_dtypes(dtype: torch.dtype) -> None:
+    history = random_history([70, 9], 1, 16)
+    q = random_queries(2, 2, 2, 16)
+    bias = random_queries(2, 2, 2, 70, seed=5)
+    bias[0, :, :, ::7] = -math.inf
+    extras = {"attn_bias": bias.to(dtype), "alibi_slopes": torch.tensor([0.25, 0.1]).to(dtype)}
+    sinks = torch.tensor([0.5, -3.3]).to(dtype)
+    call = call_of(q, history.dense(), sinks=True, **extras)
+    assert_answers(call, *decode(call, sinks=sinks), sinks)
+    rounded = {name: value.float() for name, value in extras.items()}
+    same = decode(call_of(q, history.dense(), sinks=True, **rounded), sinks=sinks.float())
+    assert same_bits(same, decode(call, sinks=sinks))
+
+
 def test_out_and_lse_are_written_in_place_whatever_their_strides() -> None:
     from cuda_calls import BACKEND
 
@@ -267,7 +288,12 @@ def test_no_request_at_all() -> None:
     empty = torch.empty(0, 4, 1, 16)
     call = call_of(
         random_queries(0, 1, 2, 16),
-        {"k": empty, "v": empty, "seq_lens": torch.tensor(history.lengths, dtype=torch.int32), "layout": "BSND"},
+        {
+            "k": empty,
+            "v": empty,
+            "seq_lens": torch.tensor(history.lengths, dtype=torch.int32),
+            "layout": "BSND",
+        },
     )
     out, lse = decode(call)
     assert out.shape == (0, 1, 2, 16)

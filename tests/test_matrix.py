@@ -58,8 +58,8 @@ def test_a_pass_names_device_day_versions_and_error() -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Kind.INTERPRETER, "checked in the interpreter, Some Device ("),
-        (Kind.STAND_IN, "checked against a stand-in, Some Device ("),
+        (Kind.INTERPRETER, "checked in the interpreter (2026-11-30, "),
+        (Kind.STAND_IN, "checked against a stand-in (2026-11-30, "),
         (Kind.AOT, "compiles for Some Device ("),
     ],
 )

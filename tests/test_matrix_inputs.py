@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from splitkv.common.cache import PagedCache
 from splitkv.common.spec import DecodeSpec, Layout
 from splitkv.common.visibility import query_positions, visible_mask
 from splitkv.matrix.case import Case, make
 from splitkv.matrix.cases import CASES
 from splitkv.matrix.closeness import bounds, errors
-from splitkv.matrix.inputs import build, digest, normal
+from splitkv.matrix.draw import digest, normal
+from splitkv.matrix.inputs import build
 from splitkv.matrix.reference import Answer, gather, reference, visible
 
 BY_ID = {case.id: case for case in CASES}
@@ -69,19 +71,21 @@ def test_poison_lies_only_where_no_query_looks(name: str) -> None:
     for request, length in enumerate(case.seq_lens):
         mask = None if clean.call.attn_mask is None else clean.call.attn_mask[request]
         seen = visible(case.spec, length, case.queries[request], mask).any(0)
-        if case.spec.layout.paged:
-            seen_pages = torch.nonzero(seen).flatten() // case.spec.page_size
-            assert (poisoned.call.cache.block_table[request, seen_pages] >= 0).all()
+        cache = poisoned.call.cache
+        if isinstance(cache, PagedCache):
+            seen_pages = torch.nonzero(seen).flatten() // cache.page_size
+            assert (cache.block_table[request, seen_pages] >= 0).all()
         else:
-            k, _ = gather(poisoned.call.cache, request)
+            k, _ = gather(cache, request)
             assert torch.equal(torch.isnan(k).any(-1).any(-1), ~seen)
     assert torch.isfinite(answer.out).all()
 
 
 def test_unused_table_entries_are_garbage() -> None:
-    table = build(BY_ID["window-128"], 0, poisoned=True).call.cache.block_table
-    assert (table[0, :3] < 0).any()
-    assert (table == 2**31 - 1).any()
+    cache = build(BY_ID["window-128"], 0, poisoned=True).call.cache
+    assert isinstance(cache, PagedCache)
+    assert (cache.block_table[0, :3] < 0).any()
+    assert (cache.block_table == 2**31 - 1).any()
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Every case on every backend in reach: the reference's answer, or a refusal as declared.
 
-"cuda" is the Triton kernels in Triton's interpreter, "ascend" our host code on a stand-in for the
-vendor's operators; on their devices the same cases run by `splitkv parity`.
+Without a GPU "cuda" is the Triton kernels in Triton's interpreter; "ascend" is our host code on a
+stand-in for the vendor's operators. On their devices `splitkv parity` runs the same cases.
 """
 
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from splitkv.backends.base import Backend
 from splitkv.kernels_ascend import standin
@@ -17,7 +18,7 @@ from splitkv.matrix.parity import Outcome, backends_for, refusals, run_case
 
 (CPU,) = backends_for("cpu")
 (ASCEND,) = backends_for("ascend")
-(INTERPRETED,) = backends_for("cuda", interpreter=True)
+(CUDA,) = backends_for("cuda", interpreter=not torch.cuda.is_available())
 
 QUICK_IN_THE_INTERPRETER = frozenset(
     (
@@ -56,7 +57,7 @@ QUICK_IN_THE_INTERPRETER = frozenset(
 def _is_slow(backend: Backend, case: Case) -> bool:
     if refusals(backend, case):
         return False
-    interpreted = backend is INTERPRETED and case.id not in QUICK_IN_THE_INTERPRETER
+    interpreted = backend.evidence == "interpreter" and case.id not in QUICK_IN_THE_INTERPRETER
     return interpreted or case.size is Size.LARGE
 
 
@@ -68,7 +69,7 @@ def _parameters() -> list[object]:
             id=f"{backend.name}-{case.id}",
             marks=[pytest.mark.slow] if _is_slow(backend, case) else [],
         )
-        for backend in (INTERPRETED, ASCEND, CPU)
+        for backend in (CUDA, ASCEND, CPU)
         for case in CASES
     ]
 

@@ -22,6 +22,7 @@ from splitkv.matrix.parity import SEED, Outcome, Result, backends_for, run_case
 
 BY_ID = {case.id: case for case in CASES}
 CPU = torch.device("cpu")
+GPU = torch.cuda.is_available()
 PASSED = {
     Kind.DEVICE: Word.PASSED,
     Kind.INTERPRETER: Word.INTERPRETER,
@@ -32,7 +33,7 @@ PASSED = {
 def _parameters() -> list[object]:
     planted = (
         (backends_for("cpu")[0], mutants_cpu.MUTANTS),
-        (backends_for("cuda", interpreter=True)[0], mutants_cuda.MUTANTS),
+        (backends_for("cuda", interpreter=not GPU)[0], mutants_cuda.MUTANTS),
         (backends_for("ascend")[0], mutants_ascend.MUTANTS),
     )
     return [

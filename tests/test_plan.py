@@ -246,6 +246,15 @@ def test_f07_splits_follow_lengths_and_kv_heads(length: int, workers: int) -> No
         assert plan.predicted_seconds < whole.predicted_seconds
 
 
+def test_a_worker_for_every_kv_head_does_not_keep_a_history_whole() -> None:
+    # 11 of 20 workers would read it in one go; cut in pieces, all 20 do
+    lone = spec(heads=11, kv_heads=11)
+    plan = plan_splits(lone, [131072], profile=profile(20))
+    whole = plan_splits(lone, [131072], profile=profile(20), num_splits=1)
+    assert plan.max_splits > 1
+    assert plan.predicted_seconds < 0.75 * whole.predicted_seconds
+
+
 def test_short_histories_stay_whole() -> None:
     plan = plan_splits(spec(), [200] * 132, profile=H200)
     assert plan.max_splits == 1

@@ -107,9 +107,9 @@ QUIRKS = {
     ),
     "head-dim": ("D is a multiple of 16 and at most 512 (4.1; doc)"),
     "head-dim-by-cache-form": (
-        "in TND a 4-D cache takes D 64, 128 and 192 only; the same data as 3-D takes any "
-        "multiple of 16 up to 256, where the split-fuse route serves it (4.1; code "
-        "fused_infer_attention_score_tiling_v3.cpp)"
+        "in TND (documented for 128 and 192 in bfloat16 only) a 4-D cache takes D 64, 128 and "
+        "192 only; the same data as 3-D takes any multiple of 16 up to 256, where the split- "
+        "fuse route serves it (4.1; code fused_infer_attention_score_tiling_v3.cpp)"
     ),
     "group-64": (
         "at most 64 query heads per kv head, by the torch documentation (4.1; newer CANN lifts it)"
