@@ -75,7 +75,11 @@ def merge_kernel(
 
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     totals = tl.zeros([BLOCK_STATES], tl.float32)
-    summed = tl.full([BLOCK_STATES, BLOCK_DV], -0.0, tl.float32)
+    # from its bits: Triton makes +0.0 of the constant -0.0
+    minus_zero = tl.full([BLOCK_STATES, BLOCK_DV], 0x80000000, tl.uint32).to(
+        tl.float32, bitcast=True
+    )
+    summed = minus_zero
     for start in tl.range(loop_bound(first), loop_bound(last), BLOCK_STATES):
         state = start + tl.arange(0, BLOCK_STATES)
         there = state < last
@@ -86,7 +90,7 @@ def merge_kernel(
         weight = tl.exp(state_lse - base)
         totals += weight
         seen = state_lse != float("-inf")
-        summed += tl.where(seen[:, None], values * weight[:, None], -0.0)
+        summed += tl.where(seen[:, None], values * weight[:, None], minus_zero)
     total = tl.sum(totals, 0)
     merged = tl.sum(summed, 0)
 

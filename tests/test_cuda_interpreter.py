@@ -76,6 +76,22 @@ def test_what_no_query_sees_changes_no_bit(settings: dict[str, int]) -> None:
     assert_answers(call_of(q, tables[0], **settings), *one)
 
 
+def test_a_gap_between_anchors_and_the_window_of_fewer_queries_is_not_read() -> None:
+    """The plan joins anchors and window, as four queries would; the first request asks one."""
+    history = random_history([17, 30], 1, 16)
+    q, counts = random_queries(5, 2, 16), offsets32([1, 4])
+    settings = {"sliding_window": 10, "anchor_tokens": 5, "cu_seqlens_q": counts}
+    clean = call_of(q, history.paged(1, fill=0.0, unused=0), **settings)
+    answer = decode(clean, num_splits=1)
+    assert_answers(clean, *answer)
+    spoilt = history.paged(1)
+    unseen = spoilt["block_table"][0, 5:7].tolist()
+    spoilt["k"][unseen], spoilt["v"][unseen] = math.nan, math.nan
+    assert same_bits(answer, decode(call_of(q, spoilt, **settings), num_splits=1))
+    spoilt["block_table"][0, 5:7] = -1
+    assert same_bits(answer, decode(call_of(q, spoilt, **settings), num_splits=1))
+
+
 @pytest.mark.parametrize("hide", ["attn_mask", "attn_bias"])
 def test_a_hidden_value_of_nan_stays_hidden(hide: str) -> None:
     history = random_history([90], 1, 16)
