@@ -34,6 +34,9 @@ from splitkv.kernels_cuda.tiles import padded, tile_for
 _UNLIMITED = 2**31 - 2**16
 """A window or anchor count that hides nothing; larger ones would overflow 32-bit positions."""
 
+_MOST_REGISTERS = 255
+"""A thread's; left to itself, the assembler spills a few to fit one more block."""
+
 
 @triton.jit(
     do_not_specialize=[
@@ -307,7 +310,7 @@ def split_launch(
             "BLOCK_D": padded(spec.head_dim),
             "BLOCK_DV": padded(spec.head_dim_v),
         },
-        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": _MOST_REGISTERS},
     )
 
 

@@ -212,7 +212,15 @@ def _imitating() -> Iterator[None]:
 
 def _on_npu(tensor: Tensor) -> Tensor:
     with standin.installed():
-        return standin.NpuTensor(tensor)
+        return tensor if tensor.device.type == "npu" else standin.NpuTensor(tensor)
+
+
+def _on_gpu(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cuda":
+        return tensor
+    storage = tensor.untyped_storage().cuda()
+    moved = torch.empty(0, dtype=tensor.dtype, device="cuda")
+    return moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 CUDA_INTERPRETED = "cuda (interpreter)"
@@ -224,7 +232,9 @@ NOT_NATIVE = (CUDA_INTERPRETED, ASCEND_IMITATED)
 INTERPRETED_CUDA = InterpretedCudaBackend()
 IN_REACH = (
     InReach("cpu", backend_named("cpu"), takes_everything=True),
-    InReach(CUDA_INTERPRETED, INTERPRETED_CUDA, active=_interpreting),
+    InReach("cuda", backend_named("cuda"), place=_on_gpu)
+    if torch.cuda.is_available()
+    else InReach(CUDA_INTERPRETED, INTERPRETED_CUDA, active=_interpreting),
     InReach(ASCEND_IMITATED, backend_named("ascend"), place=_on_npu, active=_imitating),
 )
 

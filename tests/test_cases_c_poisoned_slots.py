@@ -46,8 +46,9 @@ def test_C01_nan_in_unfilled_slots_and_unused_pages_changes_no_bit(
     assert_near_lse(results[1][1], torch.cat(wanted_lse))
 
 
+@pytest.mark.parametrize("pad_page", ["-1", "reserved", "a live row's"])
 @every_backend
-def test_C03_padding_rows_write_nothing_that_a_live_row_reads(on: InReach) -> None:
+def test_C03_padding_rows_write_nothing_that_a_live_row_reads(on: InReach, pad_page: str) -> None:
     live, pads, page = [9, 17, 30], 5, 16
     whole = random_history(live, 2, 64)
     before = History([k[:-2] for k in whole.k], [v[:-2] for v in whole.v])
@@ -56,9 +57,10 @@ def test_C03_padding_rows_write_nothing_that_a_live_row_reads(on: InReach) -> No
     )
     cache = room.paged(page, fill=0.0, spare_pages=16 - 4, unused=0)
     k, v, live_table = cache["k"], cache["v"], cache["block_table"]
-    pad_table = torch.full((pads, live_table.shape[1]), -1, dtype=torch.int32)
-    table = torch.cat([live_table, pad_table])
     reserved = sorted(set(range(16)) - set(live_table.flatten().tolist()))
+    pointed_at = {"-1": -1, "reserved": reserved[0]}.get(pad_page, int(live_table[2, 1]))
+    pad_table = torch.full((pads, live_table.shape[1]), pointed_at, dtype=torch.int32)
+    table = torch.cat([live_table, pad_table])
     untouched = k[reserved].clone()
     pad_kv = torch.full((pads, 1, 2, 64), math.nan)
     for step in (1, 2):

@@ -68,7 +68,7 @@ def test_everything_else_is_taken() -> None:
 
 def test_the_interpreter_is_never_chosen_by_itself() -> None:
     assert not any(isinstance(backend, InterpretedCudaBackend) for backend in BACKENDS)
-    assert InterpretedCudaBackend.evidence == "interpreter"
+    assert InterpretedCudaBackend().evidence == "interpreter"
     assert select(spec(), "cpu").name == "cpu"
     with pytest.raises(UnsupportedError, match="it takes cuda tensors"):
         select(spec(), "cpu", "cuda")
