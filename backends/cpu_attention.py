@@ -13,14 +13,16 @@ from torch import Tensor
 from splitkv.backends.cpu_scores import adjust
 from splitkv.backends.cpu_sums import Pile, Sums
 from splitkv.backends.cpu_tiles import SCRATCH, Tiles
-from splitkv.backends.cpu_work import Strands, Work, work_of
+from splitkv.backends.cpu_whole import attend_whole
+from splitkv.backends.cpu_work import CALL_PIECES, Strands, Work, piece_tokens, work_of
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.state import PartialState, merge_states_torch
 
 ROW_STEP = 4
-"""More rows than this are padded to its multiple: MKL 2024.2 cuts a lone product of 5 to 7 or 10
-rows among threads, but not a batch of them, and then the bits differ."""
+"""Rows are padded to its multiple. MKL 2024.2 cuts a lone product of 5 to 7 or 10 rows among
+threads but not a batch of them, and torch's kernel takes 1 or 3 rows differently thread by thread:
+the bits would depend on the batch."""
 
 
 def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
@@ -38,7 +40,7 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
         for whole, part in zip(splits.parts, sums.parts, strict=True):
             # [g, K, S, G, ...] to [g * S, H, ...]
             flat = part.transpose(1, 2).reshape(-1, spec.num_q_heads, *part.shape[4:])
-            whole.index_copy_(0, strands.state_rows, flat)
+            whole[strands.state_rows] = flat
     state = _merged(splits.state(), plan, work)
     out = state.out if call.v_scale is None else _scale_values(state.out, call, work)
     result = torch.float64 if spec.dtype is torch.float64 else torch.float32
@@ -89,24 +91,32 @@ def _attend(call: DecodeCall, strands: Strands, queries: Tensor, tiles: Tiles) -
     spec, steps = call.spec, strands.queries
     q = queries[strands.query_rows].unflatten(0, (-1, steps)).transpose(1, 2)  # [g, K, S, G, D]
     q = _pad_rows(q.flatten(2, 3))
-    offsets = range(0, strands.padded, strands.tile)
-    pile = Pile.empty(len(offsets), q.shape[:3], spec.head_dim_v, q.dtype)
-    for offset in offsets:
-        _attend_tile(call, strands, offset, q, tiles, pile)
+    pile = Pile()
+    piece = piece_tokens(spec)
+    for cut in strands.cuts:
+        in_place = cut.whole and tiles.in_place and strands.tile >= piece
+        step = piece * CALL_PIECES if in_place else strands.tile
+        for offset in range(cut.offset, cut.offset + cut.tokens, step):
+            tokens = min(step, cut.offset + cut.tokens - offset)
+            places = tiles.locate(strands, offset, tokens)
+            if cut.whole:
+                key, value = (in_place and tiles.view(places)) or tiles.read(places)
+                attend_whole(q, key, value, spec.scale, piece, pile)
+            else:
+                key, value = tiles.read(places)
+                pile.add(_attend_seen(call, strands, offset, q, key, value))
     rows, shape = steps * spec.group, (steps, spec.group)
     return Sums(*(part[:, :, :rows].unflatten(2, shape) for part in pile.merged().parts))
 
 
-def _attend_tile(
-    call: DecodeCall, strands: Strands, offset: int, q: Tensor, tiles: Tiles, pile: Pile
-) -> None:
-    """Adds the tile at ``offset`` to ``pile``. q: [g, K, R, D] with R rows padded."""
-    tokens = min(strands.tile, strands.padded - offset)
+def _attend_seen(
+    call: DecodeCall, strands: Strands, offset: int, q: Tensor, key: Tensor, value: Tensor
+) -> Sums:
+    """Every feature, [1, g, K, R]. q: [g, K, R, D] with R rows padded; key, value: scratch."""
     shape = (strands.queries, call.spec.group)
     rows = shape[0] * shape[1]
-    places = tiles.locate(strands, offset, tokens)
-    scores = SCRATCH.take("scores", (*q.shape[:3], tokens), q.dtype)
-    _product(q, tiles.read_key(places).transpose(2, 3), scores)
+    scores = SCRATCH.take("scores", (*q.shape[:3], key.shape[2]), q.dtype)
+    _product(q, key.transpose(2, 3), scores)
     scores.mul_(call.spec.scale)
     seen = adjust(scores[:, :, :rows].unflatten(2, shape), call, strands, offset)
     top = scores.amax(-1)
@@ -116,13 +126,13 @@ def _attend_tile(
         nothing = top == -math.inf
         scores.masked_fill_(nothing[..., None], 0.0)
         total.masked_fill_(nothing, 0.0)
-    value = tiles.read_value(places)
-    if seen is not None:
         _clear_unseen(value, seen)
-    out = pile.push(top, total)
+    out = q.new_empty(*q.shape[:3], value.shape[-1])
     _product(scores, value, out)
-    if seen is not None and rows > 1 and not bool(torch.isfinite(out).all()):
+    # padded rows are not masked and may hold what an earlier call left in the scratch
+    if seen is not None and rows > 1 and not bool(torch.isfinite(out[:, :, :rows]).all()):
         _keep_apart(out, scores, value, seen, shape)
+    return Sums(top[None], total[None], out[None])
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -145,10 +155,9 @@ def _joined(x: Tensor) -> Tensor:
 
 def _pad_rows(q: Tensor) -> Tensor:
     """q [g, K, R, D] with zero rows up to a multiple of ``ROW_STEP``, contiguous."""
-    rows = q.shape[2]
-    if rows <= ROW_STEP or rows % ROW_STEP == 0:
-        return q.contiguous()
-    return torch.nn.functional.pad(q, (0, 0, 0, -rows % ROW_STEP))
+    missing = -q.shape[2] % ROW_STEP
+    padded = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
+    return padded.contiguous()  # pad keeps the order of strides
 
 
 def _clear_unseen(value: Tensor, seen: Tensor) -> None:
@@ -166,11 +175,13 @@ def _keep_apart(
     take it."""
     rows = shape[0] * shape[1]
     finite = torch.isfinite(value)
-    _product(weights, torch.where(finite, value, 0.0), out)
+    given = value.clone()
+    value.masked_fill_(~finite, 0.0)  # in place: in other memory the product has other bits
+    _product(weights, value, out)
     by_query = out[:, :, :rows].unflatten(2, shape)  # [g, K, S, G, Dv]
     weight = weights[:, :, :rows].unflatten(2, shape)
     seen = seen.expand(-1, value.shape[1], -1, shape[1], -1)
     for strand, token in torch.nonzero(~finite.all(-1).all(1)).tolist():
-        row = torch.where(finite[strand, :, token], 0.0, value[strand, :, token])
+        row = torch.where(finite[strand, :, token], 0.0, given[strand, :, token])
         part = weight[strand, ..., token, None] * row[:, None, None]
         by_query[strand] += torch.where(seen[strand, ..., token, None], part, 0.0)

@@ -1,15 +1,16 @@
 """What tiles leave behind on the CPU, and how tiles of one strand merge."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from splitkv.common.state import PartialState
 
-PILE_BYTES = 8 << 20
-"""Most bytes of outputs that wait to be merged, and never fewer than two tiles' outputs."""
+PILE_ELEMENTS = 1 << 15
+"""Elements of outputs that wait to be merged, or one; above it torch puts threads to sums so small
+that they cost more than they save."""
 
 
 @dataclass(slots=True)
@@ -32,6 +33,10 @@ class Sums:
             torch.zeros(*shape, head_dim_v, dtype=dtype),
         )
 
+    def at(self, axis: int) -> "Sums":
+        """With an axis of 1 put in."""
+        return Sums(*(part.unsqueeze(axis) for part in self.parts))
+
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.max, self.sum, self.out
@@ -44,46 +49,25 @@ class Sums:
 
 @dataclass(slots=True)
 class Pile:
-    """Sums of successive tiles, merged when the pile is full and at the end.
+    """Sums of tiles of the same strands, in order, each with a first axis of disjoint tokens."""
 
-    max, sum: [slots, ...]; out: [slots, ..., Dv].
-    """
+    waiting: list[Sums] = field(default_factory=list)
 
-    max: Tensor
-    sum: Tensor
-    out: Tensor
-    used: int = 0
-
-    @classmethod
-    def empty(
-        cls, tiles: int, shape: tuple[int, ...], head_dim_v: int, dtype: torch.dtype
-    ) -> "Pile":
-        """Room for ``tiles`` tiles, or as many as ``PILE_BYTES`` hold."""
-        fitting = PILE_BYTES // (math.prod(shape) * head_dim_v * dtype.itemsize)
-        slots = min(tiles, max(fitting, 2))
-        return cls(
-            torch.empty(slots, *shape, dtype=dtype),
-            torch.empty(slots, *shape, dtype=dtype),
-            torch.empty(slots, *shape, head_dim_v, dtype=dtype),
-        )
-
-    def push(self, top: Tensor, total: Tensor) -> Tensor:
-        """Takes max and sum of the next tile; returns where its output goes."""
-        if self.used == len(self.max):
-            merged = self.merged()
-            self.max[0], self.sum[0], self.out[0] = merged.parts
-            self.used = 1
-        self.max[self.used], self.sum[self.used] = top, total
-        self.used += 1
-        return self.out[self.used - 1]
+    def add(self, sums: Sums) -> None:
+        """Puts one more on the pile, and merges what lies there first if that would be too much."""
+        waiting = sum(part.out.numel() for part in self.waiting)
+        if waiting and waiting + sums.out.numel() >= PILE_ELEMENTS:
+            self.waiting = [self.merged().at(0)]
+        self.waiting.append(sums)
 
     def merged(self) -> Sums:
-        """The sums of all tiles so far."""
-        if self.used == 1:
-            return Sums(self.max[0], self.sum[0], self.out[0])
-        tops = self.max[: self.used]
+        """The sums over all tokens so far."""
+        columns = zip(*(sums.parts for sums in self.waiting), strict=True)
+        tops, totals, outs = (x[0] if len(x) == 1 else torch.cat(x) for x in columns)
+        if len(tops) == 1:
+            return Sums(tops[0], totals[0], outs[0])
         top = tops.amax(0)
-        weights = torch.exp(tops - torch.where(top == -math.inf, 0.0, top)) * self.sum[: self.used]
+        weights = torch.exp(tops - torch.where(top == -math.inf, 0.0, top)) * totals
         total = weights.sum(0)
-        out = (self.out[: self.used] * weights[..., None]).sum(0)
+        out = (outs * weights[..., None]).sum(0)
         return Sums(top, total, out / torch.where(total == 0.0, 1.0, total)[..., None])

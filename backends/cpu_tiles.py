@@ -19,6 +19,8 @@ from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache
 from splitkv.common.spec import Layout
 from splitkv.common.visibility import IntArray
 
+ALIGNMENT = 64
+"""Bytes; products on operands that are less aligned have other bits (MKL 2024.2, 1 or 3 rows)."""
 ROW_PADDING = 16
 """Elements between token rows of a tile, so that the same column of each falls into another set."""
 
@@ -132,40 +134,57 @@ class Tiles:
             return Places(count, tokens, pages=pages, phase=phase)
         return Places(count, tokens, outer=pages, inner=position % page)
 
-    def read_key(self, places: Places) -> Tensor:
-        """[g, K, tokens, D]; past a strand's end rows are arbitrary. Valid until the next read."""
-        return self._read(self.key, places)
+    @property
+    def in_place(self) -> bool:
+        """Whether the cache itself can be read: no conversion, and the same bits at every place."""
+        return self.table is None and all(
+            x.dtype == self.dtype
+            and x.stride(3) == 1
+            and all(step * x.itemsize % ALIGNMENT == 0 for step in x.stride()[:3])
+            and x.data_ptr() % ALIGNMENT == 0
+            for x in (self.key, self.value)
+        )
 
-    def read_value(self, places: Places) -> Tensor:
-        """[g, K, tokens, Dv]; past a strand's end rows are arbitrary. Valid until the next read."""
-        return self._read(self.value, places)
+    def view(self, places: Places) -> tuple[Tensor, Tensor] | None:
+        """K and V [g, K, tokens, D or Dv] as views of the cache; None where these are no views."""
+        if places.run is None or places.run[-1] < places.tokens:
+            return None
+        key, value = (_run(x, places.count, places.run) for x in (self.key, self.value))
+        return key.transpose(1, 2), value.transpose(1, 2)
 
-    def _read(self, source: Tensor, places: Places) -> Tensor:
+    def read(self, places: Places) -> tuple[Tensor, Tensor]:
+        """K and V in scratch, [g, K, tokens, D or Dv]; rows past a strand's end are arbitrary.
+
+        Valid until the next call.
+        """
+        return self._read("key", self.key, places), self._read("value", self.value, places)
+
+    def _read(self, role: str, source: Tensor, places: Places) -> Tensor:
         if places.pages is not None:
-            return self._read_pages(source, places.pages, places)
-        tile = self._tile(source, places.count, places.tokens)
+            return self._read_pages(role, source, places.pages, places)
+        tile = self._tile(role, source, places.count, places.tokens)
         if places.run is not None:
-            _read_run(source, tile, places.run)
+            tile[:, : places.run[-1]].copy_(_run(source, places.count, places.run))
         else:
             assert places.outer is not None
             assert places.inner is not None
             _read_rows(source, tile, places.outer, places.inner)
         return tile.transpose(1, 2)
 
-    def _tile(self, source: Tensor, count: int, tokens: int) -> Tensor:
+    def _tile(self, role: str, source: Tensor, count: int, tokens: int) -> Tensor:
         """[count, tokens, K, D] without values."""
         heads, dim = source.shape[2:]
         if self.head_major:
-            return SCRATCH.take("tile", (count, heads, tokens, dim), self.dtype).transpose(1, 2)
+            return SCRATCH.take(role, (count, heads, tokens, dim), self.dtype).transpose(1, 2)
         width = heads * dim
-        rows = SCRATCH.take("tile", (count, tokens, width + ROW_PADDING), self.dtype)
+        rows = SCRATCH.take(role, (count, tokens, width + ROW_PADDING), self.dtype)
         return rows[..., :width].view(count, tokens, heads, dim)
 
-    def _read_pages(self, source: Tensor, pages: IntArray, places: Places) -> Tensor:
+    def _read_pages(self, role: str, source: Tensor, pages: IntArray, places: Places) -> Tensor:
         """Whole pages of a head-major cache: a (page, head) is one contiguous piece of the tile."""
         count, blocks = pages.shape
         _, page, heads, dim = source.shape
-        tile = self._tile(source, count, blocks * page).transpose(1, 2)
+        tile = self._tile(role, source, count, blocks * page).transpose(1, 2)
         wanted = tile.view(count, heads, blocks, page * dim)
         pieces = source.transpose(1, 2)
         if pieces.is_contiguous():
@@ -179,15 +198,15 @@ class Tiles:
         return tile[:, :, places.phase : places.phase + places.tokens]
 
 
-def _read_run(source: Tensor, tile: Tensor, run: tuple[int, int, int, int, int]) -> None:
+def _run(source: Tensor, count: int, run: tuple[int, int, int, int, int]) -> Tensor:
+    """[count, tokens, K, D], a view."""
     outer, inner, outer_step, inner_step, tokens = run
     strides = source.stride()
-    view = source.as_strided(
-        (len(tile), tokens, *source.shape[2:]),
+    return source.as_strided(
+        (count, tokens, *source.shape[2:]),
         (outer_step * strides[0] + inner_step * strides[1], *strides[1:]),
         source.storage_offset() + outer * strides[0] + inner * strides[1],
     )
-    tile[:, :tokens].copy_(view)
 
 
 def _read_rows(source: Tensor, tile: Tensor, outer: IntArray, inner: IntArray) -> None:

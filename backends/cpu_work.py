@@ -1,12 +1,14 @@
-"""What the CPU has to do for a plan: strands of equal shape, so that one batched product serves
-many requests.
+"""What the CPU has to do for a plan: strands, and which tokens of each every query sees.
 
-A strand is one split seen by a chunk of its request's queries. How it is cut and padded follows
-from that strand alone, never from its neighbours: so a request's bits do not depend on its batch.
+A strand is one split seen by a chunk of its request's queries. Long ones stand alone; short ones of
+equal shape go together, so that one batched product serves many requests. How a strand is padded
+and cut follows from that strand alone, never from its neighbours: so a request's bits do not depend
+on its batch.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +27,34 @@ SCORE_BYTES = 8 << 20
 QUERY_ROWS = 8192
 """Most (query, head) rows of a strand; longer query ranges are cut into chunks."""
 PAD_TOKENS = 64
-"""Strands are padded to a multiple of this, so that those of similar length share a product."""
+"""Short strands are padded to a multiple of this, so that similar ones share a product."""
+SHORT_TOKENS = 512
+"""Strands of more tokens than this stand alone."""
+CALL_PIECES = 4
+"""Pieces that one call of torch's kernel is given when it reads the cache in place."""
+
+
+class Cut(NamedTuple):
+    """``tokens`` tokens of a strand from ``offset`` on; whole: every query sees each of them, and
+    scores are plain."""
+
+    offset: int
+    tokens: int
+    whole: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Strands:
-    """Strands of one shape: ``queries`` queries and at most ``padded`` tokens each, read in tiles
-    of ``tile`` tokens.
+    """One strand, or several short ones of one shape: ``queries`` queries each, read in ``cuts``
+    and in tiles of at most ``tile`` tokens.
 
     request, start, end: int64 [g], positions [start, end) of that request. query: [g], index of the
-    first query in its request; position: [g], its position; query_rows, state_rows: [g * queries],
+    first query in its request; position: [g], its position; query_rows, state_rows: the g * queries
     rows among all queries and among all states. lengths: [g].
     """
 
     queries: int
-    padded: int
+    cuts: list[Cut]
     tile: int
     request: IntArray
     start: IntArray
@@ -47,8 +62,8 @@ class Strands:
     query: IntArray
     position: IntArray
     lengths: IntArray
-    query_rows: Tensor
-    state_rows: Tensor
+    query_rows: slice | Tensor
+    state_rows: slice | Tensor
 
     def __len__(self) -> int:
         return len(self.request)
@@ -56,7 +71,7 @@ class Strands:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All strands of a plan for given lengths (int64 [B]) and query counts ([B]).
+    """All strands of a plan for given lengths (int64 [B]), query counts ([B]) and mask columns.
 
     bounds: [N + 1], where each split's states begin when states lie split by split. request, step:
     [rows], request and index within it of each query row.
@@ -64,6 +79,7 @@ class Work:
 
     lengths: IntArray
     counts: IntArray
+    columns: int
     strands: list[Strands]
     bounds: IntArray
     request: IntArray
@@ -73,40 +89,54 @@ class Work:
 def work_of(call: DecodeCall, plan: SplitPlan) -> Work:
     """The work for ``call``; kept with the plan, so that the layers of a step share it."""
     lengths, counts = as_lengths("seq_lens", call.cache.seq_lens), _query_counts(call)
-    key = ("work of the cpu backend", call.spec.dtype)
+    columns = 0 if call.attn_mask is None else call.attn_mask.shape[-1]
+    key = ("work of the cpu backend", call.spec, columns)
     known = plan.bound.get(key)
     if isinstance(known, Work) and _same(known.lengths, lengths) and _same(known.counts, counts):
         return known
     request = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     bounds = np.concatenate(([0], np.cumsum(counts[plan.request[: plan.num_splits]])))
-    groups = list(_strands(call.spec, plan, lengths, counts, first, bounds))
-    work = Work(lengths, counts, groups, bounds, request, np.arange(len(request)) - first[request])
+    groups = list(_strands(call.spec, plan, columns, lengths, counts, first, bounds))
+    step = np.arange(len(request)) - first[request]
+    work = Work(lengths, counts, columns, groups, bounds, request, step)
     plan.bound[key] = work
     return work
 
 
 def tile_tokens(spec: DecodeSpec, queries: int) -> int:
-    """Tokens of a tile: what the scratch holds, a multiple of ``PAD_TOKENS``."""
+    """Tokens of a tile: what the scratch holds, in whole pieces if one fits."""
     width = 8 if torch.float64 in (spec.dtype, spec.cache_dtype) else 4
     per_token = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v) * width
     scores = queries * spec.num_q_heads * width
-    tokens = min(OPERAND_BYTES // per_token, SCORE_BYTES // scores)
-    return max(tokens // PAD_TOKENS, 1) * PAD_TOKENS
+    tokens = OPERAND_BYTES // per_token
+    tokens = max(tokens, min(SHORT_TOKENS, 2 * tokens))
+    tokens = min(tokens, SCORE_BYTES // scores)
+    piece = piece_tokens(spec)
+    unit = piece if tokens >= piece else PAD_TOKENS
+    return max(tokens // unit, 1) * unit
+
+
+def piece_tokens(spec: DecodeSpec) -> int:
+    """Whole tokens are cut into such pieces, so that threads have work with few kv heads too.
+
+    512 is what torch's kernel blocks its keys by.
+    """
+    return 512 if spec.num_kv_heads < 8 else 1024
 
 
 def scratch_bytes(spec: DecodeSpec) -> int:
     """Bytes that a thread keeps for calls with ``spec``, rounded up.
 
-    ``OPERAND_BYTES`` each for a tile and for gathered rows, and ``SCORE_BYTES``; more where
-    ``PAD_TOKENS`` tokens of all heads are larger than that.
+    Up to twice ``OPERAND_BYTES`` each for tiles of K and V and for gathered rows, and
+    ``SCORE_BYTES``; more where ``PAD_TOKENS`` tokens of all heads are larger than that.
     """
     steps = min(spec.num_queries, max(QUERY_ROWS // spec.num_q_heads, 1))
     width = 8 if torch.float64 in (spec.dtype, spec.cache_dtype) else 4
     tokens = tile_tokens(spec, 1)
     row = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v) * width
     scores = tile_tokens(spec, steps) * steps * spec.num_q_heads * width
-    return 2 * tokens * row + max(scores, SCORE_BYTES)
+    return 3 * tokens * row + max(scores, SCORE_BYTES)
 
 
 def _query_counts(call: DecodeCall) -> IntArray:
@@ -136,43 +166,92 @@ def _split_ranges(plan: SplitPlan, lengths: IntArray) -> tuple[IntArray, IntArra
 def _strands(
     spec: DecodeSpec,
     plan: SplitPlan,
+    columns: int,
     lengths: IntArray,
     counts: IntArray,
     first: IntArray,
     bounds: IntArray,
 ) -> Iterator[Strands]:
-    """All strands with something to read, grouped by shape; a group's tiles fit the scratch."""
+    """All strands with something to read, alone or in groups whose tiles fit the scratch."""
     start, end = _split_ranges(plan, lengths)
     request = plan.request[: plan.num_splits].astype(np.int64)
     chunk = max(QUERY_ROWS // spec.num_q_heads, 1)
     split, query = _query_chunks(counts[request], end > start, chunk)
     request, start, end = request[split], start[split], end[split]
     queries = np.minimum(counts[request] - query, chunk)
-    padded = -(-(end - start) // PAD_TOKENS) * PAD_TOKENS
+    position = lengths[request] - counts[request] + query
+    low, high = _whole(spec, columns, start, end, position, queries, lengths[request])
+    tokens = end - start
+    padded = -(-tokens // PAD_TOKENS) * PAD_TOKENS
+    tile = np.array([tile_tokens(spec, steps) for steps in queries.tolist()], dtype=np.int64)
+    long = (padded > SHORT_TOKENS) | (2 * padded > tile)
+    alone = np.where(long, np.arange(len(split)) + 1, 0)
+    all_whole = (low == start) & (high == padded + start)
     phase = start % (spec.page_size or 1)
-    for members in _equal(queries, padded, phase):
-        steps, length = int(queries[members[0]]), int(padded[members[0]])
-        tile = tile_tokens(spec, steps)
-        size = max(tile // length, 1)
-        for low in range(0, len(members), size):
-            pick = members[low : low + size]
-            mine = request[pick]
+    for members in _equal(alone, queries, padded, all_whole, phase):
+        lead = int(members[0])
+        if alone[lead]:
+            cuts = _cuts(
+                int(tokens[lead]), int(low[lead] - start[lead]), int(high[lead] - start[lead])
+            )
+        else:
+            cuts = [Cut(0, int(padded[lead]), bool(all_whole[lead]))]
+        size = max(int(tile[lead] // padded[lead]), 1)
+        for begin in range(0, len(members), size):
+            pick = members[begin : begin + size]
+            steps = int(queries[lead])
             yield Strands(
                 steps,
-                length,
-                tile,
-                mine,
+                cuts,
+                int(tile[lead]),
+                request[pick],
                 start[pick],
                 end[pick],
                 query[pick],
-                lengths[mine] - counts[mine] + query[pick],
-                lengths[mine],
-                _rows(first[mine] + query[pick], steps),
+                position[pick],
+                lengths[request[pick]],
+                _rows(first[request[pick]] + query[pick], steps),
                 _rows(bounds[split[pick]] + query[pick], steps),
             )
 
 
-def _rows(first: IntArray, steps: int) -> Tensor:
+def _whole(
+    spec: DecodeSpec,
+    columns: int,
+    start: IntArray,
+    end: IntArray,
+    position: IntArray,
+    queries: IntArray,
+    length: IntArray,
+) -> tuple[IntArray, IntArray]:
+    """Positions [low, high) that all queries of a strand see; none if scores are not plain."""
+    low, high = start, end
+    if spec.causal and spec.num_queries > 1:
+        high = np.minimum(high, position + 1)
+    if columns:
+        high = np.minimum(high, length - columns)
+    if spec.sliding_window is not None:
+        nearest = np.maximum(low, position + queries - spec.sliding_window)
+        low = np.where(end <= spec.anchor_tokens, start, nearest)
+    plain = not (spec.alibi or spec.attn_bias or spec.logits_soft_cap is not None)
+    plain = plain and spec.head_dim == spec.head_dim_v
+    plain = plain and torch.float64 not in (spec.dtype, spec.cache_dtype)
+    usable = (high - low >= PAD_TOKENS) & plain
+    return np.where(usable, low, start), np.where(usable, high, start)
+
+
+def _cuts(tokens: int, low: int, high: int) -> list[Cut]:
+    """Of a strand with whole tokens [low, high); none where these are equal."""
+    if low == high:
+        return [Cut(0, tokens, False)]
+    cuts = [Cut(0, low, False), Cut(low, high - low, True), Cut(high, tokens - high, False)]
+    return [cut for cut in cuts if cut.tokens]
+
+
+def _rows(first: IntArray, steps: int) -> slice | Tensor:
+    """Rows first, ..., first + steps - 1 of each strand: a slice where they follow each other."""
+    if (np.diff(first) == steps).all():
+        return slice(int(first[0]), int(first[-1]) + steps)
     return torch.from_numpy((first[:, None] + np.arange(steps)).reshape(-1))
 
 

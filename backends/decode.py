@@ -14,7 +14,7 @@ from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.state import PartialState, merge_states_torch
-from splitkv.common.validate import Validate, check_call, check_ring, check_sinks
+from splitkv.common.validate import Validate, check_call, check_ring, check_sinks, check_types
 
 
 def decode(
@@ -56,8 +56,21 @@ def decode(
         ValueError: malformed, with argument, value and limit.
         UnsupportedError: well formed, and refused by ``backend`` (or by all), with every reason.
     """
+    tensors = {
+        "q": q,
+        "cu_seqlens_q": cu_seqlens_q,
+        "alibi_slopes": alibi_slopes,
+        "attn_bias": attn_bias,
+        "attn_mask": attn_mask,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sinks": sinks,
+        "out": out,
+        "lse": lse,
+    }
+    check_types(spec, cache, tensors)
     level = _level(validate, q.device)
-    cache = _paged(cache, spec, level)
+    cache = _paged(cache, spec, level, cu_seqlens_q)
     chosen, call, plan = _prepare(
         _call(q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale),
         plan,
@@ -105,13 +118,23 @@ def partial(
     Returns:
         ``PartialState`` with max, lse [B, (S,) H] and out [B, (S,) H, Dv], float32.
     """
-    if spec.sinks:
+    if getattr(spec, "sinks", False):
         raise ValueError(
             "a partial state never holds a sink: use a spec with sinks=False and give the sinks to "
             "finish()"
         )
+    tensors = {
+        "q": q,
+        "cu_seqlens_q": cu_seqlens_q,
+        "alibi_slopes": alibi_slopes,
+        "attn_bias": attn_bias,
+        "attn_mask": attn_mask,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    check_types(spec, cache, tensors)
     level = _level(validate, q.device)
-    cache = _paged(cache, spec, level)
+    cache = _paged(cache, spec, level, cu_seqlens_q)
     chosen, call, plan = _prepare(
         _call(q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale),
         plan,
@@ -142,11 +165,13 @@ def merge_states(states: Sequence[PartialState] | PartialState) -> PartialState:
     return merge_states_torch(states)
 
 
-def _paged(cache: Cache | RingCache, spec: DecodeSpec, level: Validate) -> Cache:
+def _paged(
+    cache: Cache | RingCache, spec: DecodeSpec, level: Validate, cu_seqlens_q: Tensor | None
+) -> Cache:
     if not isinstance(cache, RingCache):
         return cache
     if level is Validate.FULL:
-        check_ring(cache, spec)
+        check_ring(cache, spec, cu_seqlens_q)
     return cache.as_paged()
 
 
@@ -185,7 +210,10 @@ def _prepare(
         chosen = select(call.spec, call.q.device, backend)
         plan = chosen.plan_for(call, num_splits=num_splits, split_size=split_size)
         return chosen, call, plan
-    binding = _binding(call, backend)
+    if not isinstance(plan, SplitPlan):
+        raise ValueError(f"plan must be a SplitPlan, got {type(plan).__name__}")
+    # a call that was not checked vouches for no later one
+    binding = (level is not Validate.NONE, *_binding(call, backend))
     bound = plan.bound.get(binding)
     if isinstance(bound, Backend) and level is not Validate.FULL:
         return bound, call, plan
@@ -241,6 +269,13 @@ def _check_destination(
 ) -> None:
     if tensor is None:
         return
+    if tensor.requires_grad or any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"{name} must not require grad nor be expanded, each element needs memory of its own; "
+            f"got requires_grad {tensor.requires_grad}, strides {list(tensor.stride())}"
+        )
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
             f"{name} must be {list(shape)} {dtype} on {device}, "

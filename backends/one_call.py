@@ -187,6 +187,9 @@ def _cache(
     kv_indptr: Tensor | None,
     kv_indices: Tensor | None,
 ) -> Cache:
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
     kind = layout_of(layout)
     if (kv_indptr is None) != (kv_indices is None):
         raise ValueError("kv_indptr and kv_indices come together, got one of them")
@@ -253,6 +256,9 @@ def _spec(
     **semantics: Any,
 ) -> DecodeSpec:
     packed = cu_seqlens_q is not None
+    for name, tensor in (("q", q), ("cu_seqlens_q", cu_seqlens_q)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name == "q"):
+            raise ValueError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
     if q.ndim not in ((3,) if packed else (3, 4)):
         shape = "[T, H, D] with cu_seqlens_q" if packed else "[B, H, D] or [B, S, H, D]"
         raise ValueError(f"q must be {shape}, got shape {list(q.shape)}")

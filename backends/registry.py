@@ -32,14 +32,40 @@ def reasons(
     machine.
     """
     found = []
-    if device is not None and torch.device(device).type != backend.device_type:
+    kind = None if device is None else _device_kind(device)
+    if kind is not None and kind != backend.device_type:
         found.append(
-            f"the tensors are on {torch.device(device).type}, it takes {backend.device_type} "
-            "tensors; move them"
+            f"the tensors are on {kind}, it takes {backend.device_type} tensors; move them"
         )
     if (missing := backend.missing()) is not None:
         found.append(missing)
     return found + backend.refusals(spec)
+
+
+def _device_kind(device: torch.device | str) -> str:
+    """``cuda`` of ``cuda:1``; torch knows a vendor's name only with that vendor's library."""
+    kind = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
+    known = [backend.device_type for backend in BACKENDS]
+    if isinstance(device, str) and kind not in known:
+        raise ValueError(f"unknown device {device!r}, known: {known}")
+    return kind
+
+
+def check_device(device: str) -> None:
+    """Raise unless this machine has ``device`` and a backend for it.
+
+    Raises:
+        ValueError: no backend takes tensors of that name.
+        UnsupportedError: the device or its library is not here, with the backend's sentence.
+    """
+    kind = _device_kind(device)
+    for backend in BACKENDS:
+        if backend.device_type == kind and (lack := backend.missing()) is not None:
+            raise UnsupportedError(f"device {device!r}: {lack}")
+    try:
+        torch.device(device)
+    except RuntimeError as fault:
+        raise ValueError(f"device {device!r} is malformed: {fault}") from fault
 
 
 def explain(spec: DecodeSpec, device: torch.device | str | None = None) -> dict[str, list[str]]:

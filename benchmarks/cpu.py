@@ -56,7 +56,9 @@ class Point:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="batch 1 and 8, at most 8k tokens")
-    parser.add_argument("--turns", type=int, default=5, help="turns per point, 5 or more for a record")
+    parser.add_argument(
+        "--turns", type=int, default=5, help="turns per point, 5 or more for a record"
+    )
     parser.add_argument("--layout", choices=["BSND", "BNSD"], default="BSND", help="dense layout")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
@@ -126,7 +128,9 @@ def _candidates(point: Point, memory: Tensor, layout: Layout) -> Iterator[tuple[
         shape = (batch, KV_HEADS, tokens, DIM)
     layers = [
         tuple(part.view(shape) for part in layer.chunk(2))
-        for layer in memory[: point.layers * point.layer_bytes // point.dtype.itemsize].chunk(point.layers)
+        for layer in memory[: point.layers * point.layer_bytes // point.dtype.itemsize].chunk(
+            point.layers
+        )
     ]
     q = torch.randn(batch, Q_HEADS, DIM).to(point.dtype)
     lengths = torch.full((batch,), tokens, dtype=torch.int32)
@@ -143,7 +147,9 @@ def _candidates(point: Point, memory: Tensor, layout: Layout) -> Iterator[tuple[
     for page in PAGE_SIZES:
         table = torch.randperm(batch * tokens // page).view(batch, -1).to(torch.int32)
         paged_layout = Layout.NHD if layout is Layout.BSND else Layout.HND
-        page_shape = (-1, page, KV_HEADS, DIM) if layout is Layout.BSND else (-1, KV_HEADS, page, DIM)
+        page_shape = (
+            (-1, page, KV_HEADS, DIM) if layout is Layout.BSND else (-1, KV_HEADS, page, DIM)
+        )
         caches = [
             splitkv.PagedCache(k.view(page_shape), v.view(page_shape), table, lengths, paged_layout)
             for k, v in layers

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from splitkv.backends.registry import BACKENDS, explain, select
+from splitkv.backends.registry import BACKENDS, check_device, explain, select
 from splitkv.cli.generate import (
     Settings,
     Written,
@@ -59,6 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
+    check_device(args.device)
     settings = Settings(
         new_tokens=args.max_new_tokens,
         num_splits=args.num_splits,
@@ -181,7 +182,8 @@ def _print_parity(parity: Parity) -> None:
     print_table(
         ("backend", *(outcome.value for outcome in Outcome), "remarks"),
         rows,
-        title=f"Parity with the float64 reference, {max(map(len, parity.values()))} cases, one per feature "
+        title=f"Parity with the float64 reference, {max(map(len, parity.values()))} cases, "
+        "one per feature "
         f"(splitkv parity runs all {len(CASES)})",
     )
 

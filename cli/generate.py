@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from splitkv.backends.registry import backend_named, select
+from splitkv.backends.registry import backend_named, check_device, select
 from splitkv.cli.output import print_json, print_table
 from splitkv.common.plan import SplitPlan, plan_splits
 from splitkv.common.spec import DecodeSpec, Layout
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-new-tokens must be 1 or more, got {args.max_new_tokens}")
     if args.backend is not None:
         backend_named(args.backend)
+    check_device(args.device)
     settings = Settings(
         new_tokens=args.max_new_tokens,
         num_splits=args.num_splits,

@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             raise UnsupportedError(f"{NOT_YET[args.command]}: not implemented here yet")
         return int(module.run(args))
+    except (OverflowError, MemoryError) as error:
+        return _refused(args, ValueError(f"a number is too large: {error}"))
     except (ValueError, NotImplementedError) as error:
         if type(error) is NotImplementedError:
             raise  # a gap in the code, where UnsupportedError is an answer

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from splitkv.backends.base import Backend
+from splitkv.backends.registry import check_device
 from splitkv.cli.output import print_json, print_table, track
 from splitkv.matrix import parity
 from splitkv.matrix.case import Case
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     cases = cases_named(args.case)
     backends = parity.backends_for(args.backend, interpreter=args.interpreter, standin=args.standin)
+    if args.device is not None:
+        check_device(args.device)
     results: dict[str, list[Result]] = {backend.name: [] for backend in backends}
     runs = parity.run(backends, cases, args.device, args.seed)
     for backend, result in track(runs, "cases", total=len(cases) * len(backends)):

@@ -31,6 +31,8 @@ def check_index(name: str, tensor: Tensor, shape: str, ndim: int) -> None:
 
 def _check_pair(k: Tensor, v: Tensor, ndim: int, shape: str) -> None:
     for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor {shape}, got {type(tensor).__name__}")
         if tensor.ndim != ndim:
             raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
     if k.shape[:-1] != v.shape[:-1]:
@@ -254,6 +256,8 @@ class RingCache:
     def __post_init__(self) -> None:
         check_index("block_table", self.block_table, "[B, max_blocks]", 2)
         columns = self.block_table.shape[1]
+        if self.max_seq_len is not None and not 0 <= self.max_seq_len <= 2**31 - 1:
+            raise ValueError(f"max_seq_len must be 0 to {2**31 - 1}, got {self.max_seq_len}")
         if not 0 <= self.anchor_blocks < max(columns, 1):
             raise ValueError(
                 f"anchor_blocks must be 0 to {max(columns, 1) - 1} (the table has {columns} "

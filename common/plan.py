@@ -216,6 +216,8 @@ def plan_splits(
     elif split_size is not None:
         mode = SplitMode.SPLIT_SIZE
     requested = num_splits if num_splits is not None else split_size
+    if requested is not None:
+        requested = min(int(requested), 2**31 - 1)  # more than any history has
     lengths = as_lengths("seq_lens", seq_lens)
     granule = granule_tokens(profile.tile_tokens, spec.page_size)
     cuts = _cut(spec, profile, mode, requested, granule, lengths)

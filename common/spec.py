@@ -5,8 +5,10 @@ K, D and Dv head dims, T cached tokens, P page size, N splits.
 """
 
 import math
+from ctypes import c_float
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -62,6 +64,17 @@ class ScaleKind(Enum):
 
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+MOST_TOKENS = 2**31 - 1
+"""Positions are 32-bit on devices; offsets are not."""
+
+
+def _in_float32(value: float) -> float:
+    """``value`` as the kernels see it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"sm_scale and logits_soft_cap must be numbers, got {value!r}")
+    return c_float(value).value
 
 
 def _positive(name: str, value: int) -> None:
@@ -130,8 +143,15 @@ class DecodeSpec:
         if self.sm_scale is None:
             set_(self, "sm_scale", self.head_dim**-0.5)
         set_(self, "sm_scale", float(self.sm_scale))  # type: ignore[arg-type]
-        if not math.isfinite(self.scale):
-            raise ValueError(f"sm_scale must be finite, got {self.sm_scale}")
+        if not math.isfinite(_in_float32(self.scale)):
+            raise ValueError(f"sm_scale must be finite in float32, got {self.sm_scale}")
+        for name in ("packed_queries", "causal", "alibi", "attn_bias", "attn_mask", "sinks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("k_scale", "v_scale"):
+            kind = getattr(self, name)
+            if kind is not None and not isinstance(kind, ScaleKind):
+                raise ValueError(f"{name} must be a ScaleKind or None, got {kind!r}")
         self._check_layout()
         self._check_masking()
         self._check_dtypes()
@@ -139,6 +159,11 @@ class DecodeSpec:
         set_(self, "plan_key", (*key, *self._range_key, self.kv_dtype))
         compared = tuple(getattr(self, entry.name) for entry in fields(self) if entry.compare)
         set_(self, "_hash", hash(compared))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # made anew elsewhere: a hash holds for one process
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        return partial(DecodeSpec, **given), ()
 
     def __hash__(self) -> int:
         return self._hash  # hashed once: a bound plan looks its spec up at every call
@@ -160,10 +185,19 @@ class DecodeSpec:
     def _check_masking(self) -> None:
         if self.sliding_window is not None:
             _positive("sliding_window", self.sliding_window)
-        if isinstance(self.anchor_tokens, bool) or self.anchor_tokens < 0:
-            raise ValueError(f"anchor_tokens must be 0 or more, got {self.anchor_tokens!r}")
+            if self.sliding_window > MOST_TOKENS:
+                raise ValueError(
+                    f"sliding_window is at most {MOST_TOKENS} (None: unlimited), "
+                    f"got {self.sliding_window}"
+                )
+        anchors = self.anchor_tokens
+        whole = isinstance(anchors, int) and not isinstance(anchors, bool)
+        if not whole or not 0 <= anchors <= MOST_TOKENS:
+            raise ValueError(
+                f"anchor_tokens must be an integer of 0 to {MOST_TOKENS}, got {anchors!r}"
+            )
         cap = self.logits_soft_cap
-        if cap is not None and not (math.isfinite(cap) and cap > 0):
+        if cap is not None and not 0 < _in_float32(cap) < math.inf:
             raise ValueError(f"logits_soft_cap must be finite and above 0 (None: off), got {cap}")
 
     def _check_dtypes(self) -> None:

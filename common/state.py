@@ -108,8 +108,7 @@ class PartialState:
     @classmethod
     def from_lse2(cls, out: Tensor, lse2: Tensor) -> "PartialState":
         """From a base-2 lse, as FlashInfer reports it: ``lse = lse2 * ln 2``."""
-        dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-        return cls.from_lse(out, lse2.to(dtype) * math.log(2.0))
+        return cls.from_lse(out, lse2 * math.log(2.0))
 
     @classmethod
     def from_sums(cls, m: Tensor, l: Tensor, u: Tensor) -> "PartialState":  # noqa: E741
@@ -223,9 +222,11 @@ def finish(
         normalised by.
 
     Raises:
-        ValueError: ``sinks`` is not [H] or lives on another device.
+        ValueError: ``sinks`` is not [H] or lives on another device, or ``dtype`` is not floating.
     """
     out, lse = state.out, state.lse
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating dtype, got {dtype}")
     if sinks is not None:
         if sinks.shape != lse.shape[-1:] or sinks.device != lse.device:
             raise ValueError(

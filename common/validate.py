@@ -4,6 +4,7 @@
 lengths, used page ids, offsets, scales. Each message names the argument, the value and the limit.
 """
 
+from collections.abc import Mapping
 from enum import Enum
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from splitkv.common.cache import (
     Cache,
+    DenseCache,
     PackedCache,
     PagedCache,
     RingCache,
@@ -53,13 +55,32 @@ def check_call(call: DecodeCall, plan: SplitPlan | None, level: Validate) -> Non
         _check_lengths(call.cache, plan)
 
 
-def check_ring(ring: RingCache, spec: DecodeSpec) -> None:
+def check_types(spec: object, cache: object, tensors: Mapping[str, object]) -> None:
+    """Raise ValueError unless a call is made of what it should be; None stands for what is not
+    given (but for q).
+    """
+    if not isinstance(spec, DecodeSpec):
+        raise ValueError(f"spec must be a DecodeSpec, got {type(spec).__name__}")
+    if not isinstance(cache, DenseCache | PackedCache | PagedCache | RingCache):
+        raise ValueError(
+            "cache must be a DenseCache, PackedCache, PagedCache or RingCache, got "
+            f"{type(cache).__name__}"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name == "q"):
+            raise ValueError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+
+
+def check_ring(ring: RingCache, spec: DecodeSpec, cu_seqlens_q: Tensor | None = None) -> None:
     """Raise ValueError unless every position that ``spec`` lets a query see is still in the ring;
     reads the lengths.
     """
     page, blocks = ring.page_size, ring.ring_blocks
     lengths = as_lengths("seq_lens", ring.seq_lens)
-    anchor_end, start = visible_bounds(lengths, spec.num_queries, spec)
+    counts: IntArray | int = spec.num_queries
+    if cu_seqlens_q is not None and cu_seqlens_q.shape == (len(lengths) + 1,):
+        counts = np.diff(as_lengths("cu_seqlens_q", cu_seqlens_q))
+    anchor_end, start = visible_bounds(lengths, counts, spec)
     pinned = ring.anchor_blocks * page
     oldest = np.maximum((-(-lengths // page) - blocks) * page, pinned)
     wrapped = oldest > pinned
@@ -82,16 +103,21 @@ def check_sinks(sinks: Tensor | None, spec: DecodeSpec, device: torch.device) ->
         )
     if sinks is not None:
         _check_numbers("sinks", sinks, ((spec.num_q_heads,),), device)
+        _refuse_grad("sinks", sinks)
+
+
+def _refuse_grad(name: str, tensor: Tensor | None) -> None:
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, decode attention is for inference only; use torch.no_grad()"
+        )
 
 
 def _refuse_autograd(call: DecodeCall) -> None:
-    if not torch.is_grad_enabled():
-        return
     for name, tensor in (("q", call.q), ("k", call.cache.k), ("v", call.cache.v)):
-        if tensor.requires_grad:
-            raise ValueError(
-                f"{name} requires grad, decode attention is for inference only; use torch.no_grad()"
-            )
+        _refuse_grad(name, tensor)
+    for name in ("alibi_slopes", "attn_bias", "k_scale", "v_scale"):
+        _refuse_grad(name, getattr(call, name))
 
 
 def _check_shape(

@@ -133,8 +133,14 @@ def save(evidence: Evidence, path: Path | None = None) -> Path:
 
 
 def load(path: Path) -> Evidence:
-    """Read what ``save`` wrote."""
+    """Read what ``save`` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
     fields = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(fields, dict) or not {"runs", "kind", "backend"} <= fields.keys():
+        raise ValueError(f"{path} is no evidence file: no runs, kind and backend in it")
     runs = tuple(
         Run(**run | {"outcome": Outcome(run["outcome"]), "why": tuple(run.get("why", ()))})
         for run in fields.pop("runs")

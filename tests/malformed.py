@@ -388,7 +388,10 @@ MALFORMED: dict[str, tuple[Request, str]] = {
         r"window_left must be -1 \(unlimited\) or more, got -2",
     ),
     "window of 0": (paged(sliding_window=0), r"sliding_window must be a positive integer, got 0"),
-    "negative anchors": (paged(anchor_tokens=-1), r"anchor_tokens must be 0 or more, got -1"),
+    "negative anchors": (
+        paged(anchor_tokens=-1),
+        r"anchor_tokens must be an integer of 0 to 2147483647, got -1",
+    ),
     "soft cap of 0": (
         paged(logits_soft_cap=0.0),
         r"logits_soft_cap must be finite and above 0 \(None: off\), got 0.0",
@@ -397,7 +400,7 @@ MALFORMED: dict[str, tuple[Request, str]] = {
         paged(logits_soft_cap=NAN),
         r"logits_soft_cap must be finite and above 0 .*got nan",
     ),
-    "NaN sm_scale": (paged(sm_scale=NAN), r"sm_scale must be finite, got nan"),
+    "NaN sm_scale": (paged(sm_scale=NAN), r"sm_scale must be finite in float32, got nan"),
     "both split arguments": (
         paged(num_splits=2, split_size=64),
         r"num_splits or split_size, not both: got 2 and 64",

@@ -37,8 +37,8 @@ def _only(given: Problem, b: int) -> Problem:
 def test_bits_do_not_depend_on_batch_mates_or_place(
     cut: dict[str, int], layout: str, queries: int, heads: tuple[int, int]
 ) -> None:
-    lengths = (700, 130, 130, 700, 64, 1, 699)
-    given = problem(lengths=lengths, queries=queries, heads=heads, sliding_window=600)
+    lengths = (1300, 130, 130, 1300, 64, 1, 699)
+    given = problem(lengths=lengths, queries=queries, heads=heads, sliding_window=1200)
     out, lse = run(given, layout, **cut)
     for size in (1, 2, 4):
         some = dataclasses.replace(
@@ -82,7 +82,7 @@ def test_bits_are_the_same_for_16_equal_requests() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_bits_do_not_depend_on_layout_or_pages(cut: dict[str, int], dtype: torch.dtype) -> None:
-    given = problem(queries=2).to(dtype)
+    given = problem(lengths=(1700, 300, 64, 0), queries=2, dims=(64, 64)).to(dtype)
     first = run(given, "BSND", **cut)
     for layout in LAYOUTS[1:]:
         assert _same_bits(run(given, layout, **cut), first)
@@ -129,7 +129,7 @@ def test_small_tiles_give_the_same_answer(
     given = problem(lengths=(700, 5, 320), queries=3, dims=(32, 40), **options)
     whole = run(given, layout)
     monkeypatch.setattr(cpu_work, "OPERAND_BYTES", 1)
-    monkeypatch.setattr(cpu_sums, "PILE_BYTES", 1)
+    monkeypatch.setattr(cpu_sums, "PILE_ELEMENTS", 1)
     monkeypatch.setattr(cpu_work, "QUERY_ROWS", 12)
     tiled = run(given, layout)
     check(tiled, given)
@@ -285,13 +285,14 @@ def test_a_long_history_takes_no_more_scratch(options: str) -> None:
 @pytest.mark.parametrize("queries", [1, 40])
 def test_scratch_is_what_the_backend_says(heads: tuple[int, int], queries: int) -> None:
     given = problem(lengths=(1500,), queries=queries, heads=heads, dims=(64, 64))
+    given = given.to(torch.bfloat16)
     cache = splitkv.DenseCache(given.k, given.v, torch.tensor([1500]))
     spec = splitkv.DecodeSpec(
         num_q_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=64,
         layout=cache.layout,
-        dtype=torch.float32,
+        dtype=torch.bfloat16,
         num_queries=queries,
     )
     backend = splitkv.select(spec, name="cpu")
