@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitkv.backends.cpu_scores import adjust
-from splitkv.backends.cpu_sums import Pile, Sums
+from splitkv.backends.cpu_sums import Pile, Sums, log_sum
 from splitkv.backends.cpu_tiles import SCRATCH, Tiles
 from splitkv.backends.cpu_whole import attend_whole
 from splitkv.backends.cpu_work import CALL_PIECES, Strands, Work, piece_tokens, work_of
@@ -29,25 +29,29 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
     """The state of all queries, [B, S, H] or [sum of S, H]: the plan's splits, merged in order."""
     spec = call.spec
     wide = torch.float64 in (spec.dtype, spec.cache_dtype)
-    dtype = torch.float64 if wide else torch.float32
-    work = work_of(call, plan)
-    rows = int(work.bounds[-1])
-    splits = Sums.nothing((rows + 1, spec.num_q_heads), spec.head_dim_v, dtype)  # the last stays so
-    queries = _queries(call, work, dtype)
-    tiles = Tiles.of(call.cache, dtype)
-    for strands in work.strands:
-        sums = _attend(call, strands, queries, tiles)
-        for whole, part in zip(splits.parts, sums.parts, strict=True):
-            # [g, K, S, G, ...] to [g * S, H, ...]
-            flat = part.transpose(1, 2).reshape(-1, spec.num_q_heads, *part.shape[4:])
-            whole[strands.state_rows] = flat
-    state = _merged(splits.state(), plan, work)
-    out = state.out if call.v_scale is None else _scale_values(state.out, call, work)
-    result = torch.float64 if spec.dtype is torch.float64 else torch.float32
+    tiles = Tiles.of(call.cache, torch.float64 if wide else torch.float32)
+    work = work_of(call, plan, tiles.group)
+    queries = _queries(call, work, tiles.dtype)
+    if work.direct:
+        top, total, out = _attend(call, work.strands[0], queries, tiles).parts
+        lse = log_sum(top, total)
+    else:
+        # the last row stays the state of nothing
+        splits = Sums.nothing((work.state_rows + 1, spec.num_q_heads), spec.head_dim_v, tiles.dtype)
+        for strands in work.strands:
+            sums = _attend(call, strands, queries, tiles)
+            for whole, part in zip(splits.parts, sums.parts, strict=True):
+                whole[strands.state_rows] = part
+        state = splits.state()[:-1] if work.single else _merged(splits.state(), plan, work)
+        top, lse, out = state.max, state.lse, state.out
+    if call.v_scale is not None:
+        out = _scale_values(out, call, work)
+    dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
+    shape = call.rows
     return PartialState(
-        state.max.to(result).view(call.rows),
-        state.lse.to(result).view(call.rows),
-        out.to(result).view(*call.rows, spec.head_dim_v),
+        top.to(dtype).view(shape),
+        lse.to(dtype).view(shape),
+        out.to(dtype).view(*shape, spec.head_dim_v),
     )
 
 
@@ -75,8 +79,6 @@ def _row_scale(scale: Tensor, work: Work, dtype: torch.dtype) -> Tensor:
 def _merged(states: PartialState, plan: SplitPlan, work: Work) -> PartialState:
     """Splits merged in their order; the state of nothing fills up what a request has fewer."""
     count = np.diff(plan.indptr)
-    if (count == 1).all():
-        return states[:-1]
     parts = []
     for index in range(max(plan.max_splits, 1)):
         split = np.minimum(plan.indptr[:-1] + index, plan.num_splits)[work.request]
@@ -87,14 +89,13 @@ def _merged(states: PartialState, plan: SplitPlan, work: Work) -> PartialState:
 
 
 def _attend(call: DecodeCall, strands: Strands, queries: Tensor, tiles: Tiles) -> Sums:
-    """What the strands leave behind, [g, K, S, G]."""
-    spec, steps = call.spec, strands.queries
-    q = queries[strands.query_rows].unflatten(0, (-1, steps)).transpose(1, 2)  # [g, K, S, G, D]
-    q = _pad_rows(q.flatten(2, 3))
+    """What the strands leave behind, [g * S, H]."""
+    spec = call.spec
+    q = _rows_of_heads(queries[strands.query_rows], strands.queries)
     pile = Pile()
     piece = piece_tokens(spec)
     for cut in strands.cuts:
-        in_place = cut.whole and tiles.in_place and strands.tile >= piece
+        in_place = cut.whole and tiles.group is not None and strands.tile >= piece
         step = piece * CALL_PIECES if in_place else strands.tile
         for offset in range(cut.offset, cut.offset + cut.tokens, step):
             tokens = min(step, cut.offset + cut.tokens - offset)
@@ -105,8 +106,28 @@ def _attend(call: DecodeCall, strands: Strands, queries: Tensor, tiles: Tiles) -
             else:
                 key, value = tiles.read(places)
                 pile.add(_attend_seen(call, strands, offset, q, key, value))
-    rows, shape = steps * spec.group, (steps, spec.group)
-    return Sums(*(part[:, :, :rows].unflatten(2, shape) for part in pile.merged().parts))
+    return pile.merged().map(lambda part: _heads_of_rows(part, strands.queries, spec.group))
+
+
+def _rows_of_heads(queries: Tensor, steps: int) -> Tensor:
+    """[g * S, K, G, D] as [g, K, R, D], contiguous: rows are the queries and their heads of a kv
+    head, then zeros up to a multiple of ``ROW_STEP``."""
+    _, heads, group, dim = queries.shape
+    if steps > 1:
+        queries = queries.view(-1, steps, heads, group, dim).transpose(1, 2)
+        queries = queries.reshape(-1, heads, steps * group, dim)
+    missing = -queries.shape[2] % ROW_STEP
+    padded = torch.nn.functional.pad(queries, (0, 0, 0, missing)) if missing else queries
+    return padded.contiguous()  # pad keeps the order of strides
+
+
+def _heads_of_rows(part: Tensor, steps: int, group: int) -> Tensor:
+    """[g, K, R, ...] as [g * S, H, ...]."""
+    count, heads, _, *rest = part.shape
+    part = part[:, :, : steps * group]
+    if steps > 1:
+        part = part.unflatten(2, (steps, group)).transpose(1, 2)
+    return part.reshape(count * steps, heads * group, *rest)
 
 
 def _attend_seen(
@@ -151,13 +172,6 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
 def _joined(x: Tensor) -> Tensor:
     """The two leading dimensions as one; a view."""
     return x.view(-1, *x.shape[2:])
-
-
-def _pad_rows(q: Tensor) -> Tensor:
-    """q [g, K, R, D] with zero rows up to a multiple of ``ROW_STEP``, contiguous."""
-    missing = -q.shape[2] % ROW_STEP
-    padded = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
-    return padded.contiguous()  # pad keeps the order of strides
 
 
 def _clear_unseen(value: Tensor, seen: Tensor) -> None:

@@ -1,6 +1,7 @@
 """What tiles leave behind on the CPU, and how tiles of one strand merge."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -33,18 +34,22 @@ class Sums:
             torch.zeros(*shape, head_dim_v, dtype=dtype),
         )
 
-    def at(self, axis: int) -> "Sums":
-        """With an axis of 1 put in."""
-        return Sums(*(part.unsqueeze(axis) for part in self.parts))
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Sums":
+        """With each of the three changed."""
+        return Sums(change(self.max), change(self.sum), change(self.out))
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.max, self.sum, self.out
 
     def state(self) -> PartialState:
-        """As a state in float64, so that splits merge as exactly as tiles do."""
-        top = self.max.double()
-        return PartialState(top, top + torch.log(self.sum.double()), self.out.double())
+        """In float64, so that states of splits merge as exactly as sums do."""
+        return PartialState(self.max.double(), log_sum(self.max, self.sum), self.out.double())
+
+
+def log_sum(top: Tensor, total: Tensor) -> Tensor:
+    """The lse, in float64."""
+    return torch.log(total.double()).add_(top)
 
 
 @dataclass(slots=True)
@@ -57,15 +62,18 @@ class Pile:
         """Puts one more on the pile, and merges what lies there first if that would be too much."""
         waiting = sum(part.out.numel() for part in self.waiting)
         if waiting and waiting + sums.out.numel() >= PILE_ELEMENTS:
-            self.waiting = [self.merged().at(0)]
+            self.waiting = [self.merged().map(lambda part: part[None])]
         self.waiting.append(sums)
 
     def merged(self) -> Sums:
         """The sums over all tokens so far."""
-        columns = zip(*(sums.parts for sums in self.waiting), strict=True)
-        tops, totals, outs = (x[0] if len(x) == 1 else torch.cat(x) for x in columns)
-        if len(tops) == 1:
-            return Sums(tops[0], totals[0], outs[0])
+        if len(self.waiting) == 1:
+            tops, totals, outs = self.waiting[0].parts
+            if len(tops) == 1:
+                return Sums(tops[0], totals[0], outs[0])
+        else:
+            columns = zip(*(sums.parts for sums in self.waiting), strict=True)
+            tops, totals, outs = (torch.cat(column) for column in columns)
         top = tops.amax(0)
         weights = torch.exp(tops - torch.where(top == -math.inf, 0.0, top)) * totals
         total = weights.sum(0)

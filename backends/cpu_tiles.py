@@ -19,6 +19,8 @@ from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache
 from splitkv.common.spec import Layout
 from splitkv.common.visibility import IntArray
 
+MOST_IN_PLACE = 64
+"""Strands that one call of torch's kernel takes."""
 ALIGNMENT = 64
 """Bytes; products on operands that are less aligned have other bits (MKL 2024.2, 1 or 3 rows)."""
 ROW_PADDING = 16
@@ -74,7 +76,7 @@ class Tiles:
 
     key, value: [outer, inner, K, D] views of the cache, any strides; outer is a request, a page, or
     the one row of a packed cache. first: int64 [B + 1], where requests begin in a packed cache.
-    table: int [B, max_blocks].
+    table: int [B, max_blocks]. group: most strands read in place at once; None: not in place.
     """
 
     key: Tensor
@@ -83,6 +85,7 @@ class Tiles:
     head_major: bool = False
     first: IntArray | None = None
     table: IntArray | None = None
+    group: int | None = None
 
     @classmethod
     def of(cls, cache: Cache, dtype: torch.dtype) -> "Tiles":
@@ -93,10 +96,14 @@ class Tiles:
             return cls(key, value, dtype, head_major, table=cache.block_table.numpy())
         if isinstance(cache, PackedCache):
             first = cache.cu_seqlens_k.numpy().astype(np.int64)
-            return cls(cache.k[None], cache.v[None], dtype, first=first)
+            group = 1 if _in_place(cache.k, cache.v, dtype) else None
+            return cls(cache.k[None], cache.v[None], dtype, first=first, group=group)
         assert isinstance(cache, DenseCache)
-        key, value = (x.transpose(1, 2) for x in cache.bnsd())
-        return cls(key, value, dtype, cache.layout is Layout.BNSD)
+        key, value = cache.k, cache.v
+        group = MOST_IN_PLACE if _in_place(key, value, dtype) else None
+        if cache.layout is Layout.BSND:
+            return cls(key, value, dtype, group=group)
+        return cls(key.transpose(1, 2), value.transpose(1, 2), dtype, True, group=group)
 
     def locate(self, strands: Strands, offset: int, tokens: int) -> Places:
         """Tokens [start + offset, + ``tokens``) of each strand; past its end, its last one."""
@@ -133,17 +140,6 @@ class Tiles:
         if whole:
             return Places(count, tokens, pages=pages, phase=phase)
         return Places(count, tokens, outer=pages, inner=position % page)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the cache itself can be read: no conversion, and the same bits at every place."""
-        return self.table is None and all(
-            x.dtype == self.dtype
-            and x.stride(3) == 1
-            and all(step * x.itemsize % ALIGNMENT == 0 for step in x.stride()[:3])
-            and x.data_ptr() % ALIGNMENT == 0
-            for x in (self.key, self.value)
-        )
 
     def view(self, places: Places) -> tuple[Tensor, Tensor] | None:
         """K and V [g, K, tokens, D or Dv] as views of the cache; None where these are no views."""
@@ -196,6 +192,18 @@ class Tiles:
             )  # [g, blocks, K, P, D]
             wanted.unflatten(-1, (page, dim)).copy_(picked.transpose(1, 2))
         return tile[:, :, places.phase : places.phase + places.tokens]
+
+
+def _in_place(key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the cache itself can be read: nothing to convert, the same bits at every place."""
+    step = ALIGNMENT // dtype.itemsize
+    return all(
+        x.dtype == dtype
+        and x.stride(-1) == 1
+        and all(stride % step == 0 for stride in x.stride()[:-1])
+        and x.data_ptr() % ALIGNMENT == 0
+        for x in (key, value)
+    )
 
 
 def _run(source: Tensor, count: int, run: tuple[int, int, int, int, int]) -> Tensor:

@@ -21,19 +21,20 @@ def attend_whole(
     tokens = key.shape[2]
     even = tokens - tokens % piece
     if len(q) > 1 or tokens <= piece:
-        pile.add(_flash(q, key, value, scale).at(0))
+        pile.add(_flash(q, key, value, scale, 0))
         return
     keys, values = (
         x[0, :, :even].unflatten(1, (-1, piece)).transpose(0, 1) for x in (key, value)
     )  # [pieces, K, piece, D]
-    pile.add(_flash(q.expand(len(keys), -1, -1, -1), keys, values, scale).at(1))
+    pile.add(_flash(q.expand(len(keys), -1, -1, -1), keys, values, scale, 1))
     if even < tokens:
-        pile.add(_flash(q, key[:, :, even:], value[:, :, even:], scale).at(0))
+        pile.add(_flash(q, key[:, :, even:], value[:, :, even:], scale, 0))
 
 
-def _flash(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Sums:
-    """The kernel reports an lse, which stands for the largest score, and then the sum is 1."""
+def _flash(q: Tensor, key: Tensor, value: Tensor, scale: float, axis: int) -> Sums:
+    """Sums with an axis of 1 put in; the kernel's lse stands for the largest score, with sum 1."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, key, value, scale=scale
     )
-    return Sums(lse, torch.ones_like(lse), out)
+    lse = lse.unsqueeze(axis)
+    return Sums(lse, torch.ones_like(lse), out.unsqueeze(axis))

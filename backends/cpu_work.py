@@ -2,8 +2,8 @@
 
 A strand is one split seen by a chunk of its request's queries. Long ones stand alone; short ones of
 equal shape go together, so that one batched product serves many requests. How a strand is padded
-and cut follows from that strand alone, never from its neighbours: so a request's bits do not depend
-on its batch.
+and cut follows from itself, never from its neighbours: so a request's bits do not depend on its
+batch.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ QUERY_ROWS = 8192
 PAD_TOKENS = 64
 """Short strands are padded to a multiple of this, so that similar ones share a product."""
 SHORT_TOKENS = 512
-"""Strands of more tokens than this stand alone."""
+"""Strands of more tokens than this stand alone if some query misses some of them."""
 CALL_PIECES = 4
 """Pieces that one call of torch's kernel is given when it reads the cache in place."""
 
@@ -71,35 +71,44 @@ class Strands:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All strands of a plan for given lengths (int64 [B]), query counts ([B]) and mask columns.
+    """All strands of a plan for given lengths (int64 [B]) and query counts ([B]).
 
-    bounds: [N + 1], where each split's states begin when states lie split by split. request, step:
-    [rows], request and index within it of each query row.
+    bounds: [N + 1], where each split's states begin when states lie split by split, state_rows in
+    all. request, step: [rows], request and index within it of each query row. single: every request
+    has one split; direct: besides, one group of strands gives the states of all rows.
     """
 
     lengths: IntArray
     counts: IntArray
-    columns: int
     strands: list[Strands]
     bounds: IntArray
+    state_rows: int
     request: IntArray
     step: IntArray
+    single: bool
+    direct: bool
 
 
-def work_of(call: DecodeCall, plan: SplitPlan) -> Work:
-    """The work for ``call``; kept with the plan, so that the layers of a step share it."""
+def work_of(call: DecodeCall, plan: SplitPlan, group: int | None) -> Work:
+    """The work for ``call``; kept with the plan, so that the layers of a step share it.
+
+    group: most strands that are read from the cache itself at once; None: what the scratch holds.
+    """
     lengths, counts = as_lengths("seq_lens", call.cache.seq_lens), _query_counts(call)
     columns = 0 if call.attn_mask is None else call.attn_mask.shape[-1]
-    key = ("work of the cpu backend", call.spec, columns)
+    key = ("work of the cpu backend", call.spec, columns, group)
     known = plan.bound.get(key)
     if isinstance(known, Work) and _same(known.lengths, lengths) and _same(known.counts, counts):
         return known
     request = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     bounds = np.concatenate(([0], np.cumsum(counts[plan.request[: plan.num_splits]])))
-    groups = list(_strands(call.spec, plan, columns, lengths, counts, first, bounds))
+    groups = list(_strands(call.spec, plan, columns, group, lengths, counts, first, bounds))
     step = np.arange(len(request)) - first[request]
-    work = Work(lengths, counts, columns, groups, bounds, request, step)
+    single = bool((np.diff(plan.indptr) == 1).all())
+    direct = single and len(groups) == 1 and groups[0].state_rows == slice(0, len(request))
+    rows = int(bounds[-1])
+    work = Work(lengths, counts, groups, bounds, rows, request, step, single, direct)
     plan.bound[key] = work
     return work
 
@@ -167,6 +176,7 @@ def _strands(
     spec: DecodeSpec,
     plan: SplitPlan,
     columns: int,
+    group: int | None,
     lengths: IntArray,
     counts: IntArray,
     first: IntArray,
@@ -184,22 +194,20 @@ def _strands(
     tokens = end - start
     padded = -(-tokens // PAD_TOKENS) * PAD_TOKENS
     tile = np.array([tile_tokens(spec, steps) for steps in queries.tolist()], dtype=np.int64)
-    long = (padded > SHORT_TOKENS) | (2 * padded > tile)
-    alone = np.where(long, np.arange(len(split)) + 1, 0)
-    all_whole = (low == start) & (high == padded + start)
+    whole = (low == start) & (high == end)
+    length = np.where(whole, tokens, padded)
+    together = np.where(whole, tokens <= piece_tokens(spec), padded <= SHORT_TOKENS)
+    alone = np.where(together & (length <= tile), 0, np.arange(len(split)) + 1)
     phase = start % (spec.page_size or 1)
-    for members in _equal(alone, queries, padded, all_whole, phase):
-        lead = int(members[0])
+    for members in _equal(alone, queries, length, whole, phase):
+        lead, steps = members[0], int(queries[members[0]])
+        cuts = [Cut(0, int(length[lead]), bool(whole[lead]))]
         if alone[lead]:
-            cuts = _cuts(
-                int(tokens[lead]), int(low[lead] - start[lead]), int(high[lead] - start[lead])
-            )
-        else:
-            cuts = [Cut(0, int(padded[lead]), bool(all_whole[lead]))]
-        size = max(int(tile[lead] // padded[lead]), 1)
-        for begin in range(0, len(members), size):
-            pick = members[begin : begin + size]
-            steps = int(queries[lead])
+            cuts = _cuts(int(tokens[lead]), *((x - start)[lead].item() for x in (low, high)))
+        size, runs = max(int(tile[lead] // length[lead]), 1), [members]
+        if group is not None and whole[lead]:
+            size, runs = group, _even(members, request, start)
+        for pick in (run[at : at + size] for run in runs for at in range(0, len(run), size)):
             yield Strands(
                 steps,
                 cuts,
@@ -263,6 +271,14 @@ def _query_chunks(
     split = np.repeat(np.arange(len(counts)), pieces)
     first = np.cumsum(pieces) - pieces
     return split, (np.arange(len(split)) - first[split]) * chunk
+
+
+def _even(members: IntArray, *places: IntArray) -> list[IntArray]:
+    """Runs of ``members`` whose places rise in equal steps: what one view can show."""
+    steps = np.stack([np.diff(place[members]) for place in places])
+    changes = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(0)) + 2
+    falls = np.flatnonzero((steps < 0).any(0)) + 1
+    return np.split(members, np.union1d(changes, falls))
 
 
 def _equal(*keys: IntArray) -> Iterator[IntArray]:

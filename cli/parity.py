@@ -12,7 +12,7 @@ from splitkv.cli.output import print_json, print_table, track
 from splitkv.matrix import parity
 from splitkv.matrix.case import Case
 from splitkv.matrix.cases import cases_named
-from splitkv.matrix.evidence import differences, load, one_digit, record, save
+from splitkv.matrix.evidence import differences, load, one_digit, record, save, sources_digest
 from splitkv.matrix.parity import SEED, Outcome, Result
 
 HELP = "Run the cases on the backends in reach against the float64 reference."
@@ -44,9 +44,12 @@ def run(args: argparse.Namespace) -> int:
     if args.device is not None:
         check_device(args.device)
     results: dict[str, list[Result]] = {backend.name: [] for backend in backends}
+    sources = {name: sources_digest(name) for name in results}
     runs = parity.run(backends, cases, args.device, args.seed)
     for backend, result in track(runs, "cases", total=len(cases) * len(backends)):
         results[backend.name].append(result)
+    if args.record and sources != {name: sources_digest(name) for name in results}:
+        raise ValueError("the code changed while the cases ran: nothing recorded, run again")
     written, unlike = _evidence(args, backends, cases, results)
     held = _held(results, named=args.backend is not None) and not unlike
     if args.json:

@@ -97,10 +97,9 @@ MUTANTS = (
     ),
     Mutant(
         unseen_times_zero,
-        touched=("mask-one",),
-        broken=("boolean mask (trees)",),
-        spared=("layout-bsnd",),
-        whole=("dense cache (BSND, BNSD)",),
+        touched=("mask-one", "layout-bsnd"),
+        broken=("boolean mask (trees)", "dense cache (BSND, BNSD)"),
+        spared=("lengths-zero",),
     ),
     Mutant(
         noise,

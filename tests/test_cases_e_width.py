@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends_in_reach import IN_REACH, INTERPRETED, InReach, backends
+from backends_in_reach import IN_REACH, INTERPRETED, InReach, backends, every_backend
 from histories import (
     assert_rounded,
     lengths32,
@@ -63,9 +63,8 @@ def test_E01_page_offset_past_int32_reads_the_right_page(
     assert same_bits(results[0], results[1])
 
 
-@backends(slow=INTERPRETED)
-def test_E03_query_row_offset_past_int32(on: InReach) -> None:
-    rows, heads, dim, stride = 2100, 64, 128, 2**20
+def assert_last_row_sees_its_key(on: InReach, rows: int, stride: int) -> None:
+    heads, dim = 64, 128
     assert (rows - 1) * stride >= PAST_INT32
     buffer = zeros_untouched(rows * stride, torch.float16)
     q = buffer.as_strided((rows, heads, dim), (stride, dim, 1))
@@ -83,6 +82,16 @@ def test_E03_query_row_offset_past_int32(on: InReach) -> None:
     value = history.v[0][0].expand(heads, dim)
     assert torch.equal(out[-1], value)
     assert torch.equal(out[0], value)
+
+
+@backends(without=INTERPRETED)
+def test_E03_query_row_offset_past_int32_by_many_rows(on: InReach) -> None:
+    assert_last_row_sees_its_key(on, 2100, 2**20)
+
+
+@every_backend
+def test_E03_query_row_offset_past_int32_by_a_wide_stride(on: InReach) -> None:
+    assert_last_row_sees_its_key(on, 18, 2**27)
 
 
 @pytest.mark.parametrize(

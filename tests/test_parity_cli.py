@@ -99,6 +99,16 @@ def test_a_record_has_every_case(
     }.items()
 
 
+def test_code_that_changes_while_the_cases_run_is_not_recorded(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = iter(("before", "after"))
+    monkeypatch.setattr("splitkv.cli.parity.sources_digest", lambda name: next(digests))
+    monkeypatch.setattr("splitkv.cli.parity.cases_named", lambda pattern: CASES[:1])
+    assert main(["parity", "--backend", "cpu", "--record"]) == 2
+    assert "nothing recorded" in capsys.readouterr().err
+
+
 def test_the_matrix_prints_what_support_yaml_holds(capsys: Capture) -> None:
     code, said = printed(capsys, "matrix")
     assert code == 0
