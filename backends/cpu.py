@@ -47,7 +47,8 @@ class CpuBackend(Backend):
 
     def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
         assert plan is not None  # plan_for always gives one: host lengths cost nothing here
-        with torch.autocast("cpu", enabled=False):  # it would round scores to 16 bits
+        # autocast would round scores to 16 bits, autograd would hold on to the scratch
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return attend(call, plan)
 
     def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
