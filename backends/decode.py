@@ -2,7 +2,7 @@
 did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,29 +56,17 @@ def decode(
         ValueError: malformed, with argument, value and limit.
         UnsupportedError: well formed, and refused by ``backend`` (or by all), with every reason.
     """
-    tensors = {
-        "q": q,
+    extras = {
         "cu_seqlens_q": cu_seqlens_q,
         "alibi_slopes": alibi_slopes,
         "attn_bias": attn_bias,
         "attn_mask": attn_mask,
         "k_scale": k_scale,
         "v_scale": v_scale,
-        "sinks": sinks,
-        "out": out,
-        "lse": lse,
     }
-    check_types(spec, cache, tensors)
-    level = _level(validate, q.device)
-    cache = _paged(cache, spec, level, cu_seqlens_q)
-    chosen, call, plan = _prepare(
-        _call(q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale),
-        plan,
-        num_splits,
-        split_size,
-        backend,
-        level,
-    )
+    check_types(spec, cache, {"q": q, **extras, "sinks": sinks, "out": out, "lse": lse})
+    call, level = _call(q, cache, spec, extras, validate)
+    chosen, plan = _prepare(call, plan, num_splits, split_size, backend, level)
     check_sinks(sinks, spec, q.device)
     squeezed = call.q is not q
     _check_destination("out", out, (*q.shape[:-1], spec.head_dim_v), q.dtype, q.device)
@@ -123,8 +111,7 @@ def partial(
             "a partial state never holds a sink: use a spec with sinks=False and give the sinks to "
             "finish()"
         )
-    tensors = {
-        "q": q,
+    extras = {
         "cu_seqlens_q": cu_seqlens_q,
         "alibi_slopes": alibi_slopes,
         "attn_bias": attn_bias,
@@ -132,17 +119,9 @@ def partial(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    check_types(spec, cache, tensors)
-    level = _level(validate, q.device)
-    cache = _paged(cache, spec, level, cu_seqlens_q)
-    chosen, call, plan = _prepare(
-        _call(q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale),
-        plan,
-        num_splits,
-        split_size,
-        backend,
-        level,
-    )
+    check_types(spec, cache, {"q": q, **extras})
+    call, level = _call(q, cache, spec, extras, validate)
+    chosen, plan = _prepare(call, plan, num_splits, split_size, backend, level)
     state = chosen.partial(call, plan)
     if call.q is not q:
         state = PartialState(state.max[:, 0], state.lse[:, 0], state.out[:, 0])
@@ -177,20 +156,17 @@ def _paged(
 
 def _call(
     q: Tensor,
-    cache: Cache,
+    cache: Cache | RingCache,
     spec: DecodeSpec,
-    cu_seqlens_q: Tensor | None,
-    alibi_slopes: Tensor | None,
-    attn_bias: Tensor | None,
-    attn_mask: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> DecodeCall:
+    extras: Mapping[str, Tensor | None],
+    validate: str | None,
+) -> tuple[DecodeCall, Validate]:
+    """The call as a backend is handed it, and how much of it is to be checked."""
+    level = _level(validate, q.device)
+    cache = _paged(cache, spec, level, extras["cu_seqlens_q"])
     if not spec.packed_queries and q.ndim == 3:
         q = q[:, None]
-    return DecodeCall(
-        q, cache, spec, cu_seqlens_q, alibi_slopes, attn_bias, attn_mask, k_scale, v_scale
-    )
+    return DecodeCall(q, cache, spec, **extras), level
 
 
 def _prepare(
@@ -200,7 +176,7 @@ def _prepare(
     split_size: int | None,
     backend: str | None,
     level: Validate,
-) -> tuple[Backend, DecodeCall, SplitPlan | None]:
+) -> tuple[Backend, SplitPlan | None]:
     if plan is not None and (num_splits is not None or split_size is not None):
         raise ValueError(
             "plan fixes the splits already: give plan, num_splits or split_size, only one of them"
@@ -209,18 +185,18 @@ def _prepare(
         check_call(call, None, level)
         chosen = select(call.spec, call.q.device, backend)
         plan = chosen.plan_for(call, num_splits=num_splits, split_size=split_size)
-        return chosen, call, plan
+        return chosen, plan
     if not isinstance(plan, SplitPlan):
         raise ValueError(f"plan must be a SplitPlan, got {type(plan).__name__}")
     # a call that was not checked vouches for no later one
     binding = (level is not Validate.NONE, *_binding(call, backend))
     bound = plan.bound.get(binding)
     if isinstance(bound, Backend) and level is not Validate.FULL:
-        return bound, call, plan
+        return bound, plan
     check_call(call, plan, level)
     chosen = bound if isinstance(bound, Backend) else select(call.spec, call.q.device, backend)
     plan.bound[binding] = chosen
-    return chosen, call, plan
+    return chosen, plan
 
 
 def _binding(call: DecodeCall, backend: str | None) -> tuple[object, ...]:

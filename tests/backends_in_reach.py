@@ -218,7 +218,7 @@ def _on_npu(tensor: Tensor) -> Tensor:
 def _on_gpu(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cuda":
         return tensor
-    storage = tensor.untyped_storage().cuda()
+    storage: Any = tensor.untyped_storage().cuda()
     moved = torch.empty(0, dtype=tensor.dtype, device="cuda")
     return moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
