@@ -36,6 +36,17 @@ def test_a_trainable_extra_is_refused_and_poisons_no_later_call(name: str) -> No
     assert torch.equal(decode_attention(q, k, k, layout="BSND"), before)
 
 
+def test_an_unchecked_trainable_extra_leaves_no_autograd_on_the_scratch() -> None:
+    q, k = history()
+    slopes = torch.ones(4)
+    wanted = decode_attention(q, k, k, layout="BSND", alibi_slopes=slopes)
+    trained = torch.nn.Parameter(slopes.clone())
+    got = decode_attention(q, k, k, layout="BSND", alibi_slopes=trained, validate="none")
+    assert not got.requires_grad
+    assert torch.equal(got, wanted)
+    assert torch.equal(decode_attention(q, k, k, layout="BSND", alibi_slopes=slopes), wanted)
+
+
 @pytest.mark.parametrize("lengths", [[10, 7], [10, 10], [0, 3]])
 def test_head_major_layout_over_token_major_memory(lengths: list[int]) -> None:
     q, k = history()

@@ -6,7 +6,7 @@ a dense float64 computation and found wrong, or is refused.
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -20,11 +20,7 @@ from standin_calls import bsnd, request
 FOLDER = Path(__file__).parent.parent / "kernels_ascend" / "standin"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torch_npu() -> Iterator[ModuleType]:
-    """The stand-in, for this file only: other tests must not find a torch_npu."""
-    yield standin.install()
-    standin.uninstall()
+pytestmark = pytest.mark.usefixtures("torch_npu")
 
 
 def test_every_quirk_has_its_line_its_contract_test_and_its_naive_test() -> None:

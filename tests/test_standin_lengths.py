@@ -1,12 +1,10 @@
 """Quirks of lengths, pages, dtypes, strides and devices."""
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 
-from splitkv.kernels_ascend import standin
 from standin_calls import (
     Dense,
     P,
@@ -25,12 +23,7 @@ from standin_calls import (
     tnd,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_npu() -> Iterator[ModuleType]:
-    """The stand-in, for this file only: other tests must not find a torch_npu."""
-    yield standin.install()
-    standin.uninstall()
+pytestmark = pytest.mark.usefixtures("torch_npu")
 
 
 def test_contract_host_lengths(torch_npu: ModuleType) -> None:

@@ -1,7 +1,6 @@
 """Quirks of masks, windows and sinks."""
 
 import math
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -28,12 +27,7 @@ from standin_calls import (
     tnd,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_npu() -> Iterator[ModuleType]:
-    """The stand-in, for this file only: other tests must not find a torch_npu."""
-    yield standin.install()
-    standin.uninstall()
+pytestmark = pytest.mark.usefixtures("torch_npu")
 
 
 def test_contract_softmax_mask_true_hides(torch_npu: ModuleType) -> None:

@@ -1,23 +1,16 @@
 """Quirks of the incremental operator, the merge operator and the cache writes."""
 
 import math
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from splitkv.kernels_ascend import standin
 from splitkv.kernels_ascend.standin.schemas import SCHEMAS
 from standin_calls import Dense, bsnd, heads_of, refused, request, right
 
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_npu() -> Iterator[ModuleType]:
-    """The stand-in, for this file only: other tests must not find a torch_npu."""
-    yield standin.install()
-    standin.uninstall()
+pytestmark = pytest.mark.usefixtures("torch_npu")
 
 
 def _incre(torch_npu: ModuleType, one: Dense, **options: object) -> Tensor:

@@ -3,14 +3,12 @@ attended.
 """
 
 import math
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from splitkv.kernels_ascend import standin
 from standin_calls import (
     Dense,
     attend,
@@ -27,12 +25,7 @@ from standin_calls import (
     tnd,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def torch_npu() -> Iterator[ModuleType]:
-    """The stand-in, for this file only: other tests must not find a torch_npu."""
-    yield standin.install()
-    standin.uninstall()
+pytestmark = pytest.mark.usefixtures("torch_npu")
 
 
 def test_contract_scale_default(torch_npu: ModuleType) -> None:
