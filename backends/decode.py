@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from splitkv.backends.base import Backend
+from splitkv.backends.binding import Checked
 from splitkv.backends.registry import BACKENDS, select
-from splitkv.common.cache import Cache, PackedCache, PagedCache, RingCache
+from splitkv.common.cache import Cache, RingCache
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
@@ -45,7 +46,9 @@ def decode(
     k_scale, v_scale: [1], [K] or [B, K]. out: like q with Dv; lse: float32 [B, (S,) H]; both are
         written in place where given. plan: from ``Backend.plan``, shared by all layers of a step
         (neither split argument goes with it).
-    validate: "full" (default on CPU), "shapes" (default elsewhere) or "none".
+    validate: "full" (default on CPU), "shapes" (default elsewhere) or "none". With a plan that has
+        served a call like this one, the default compares shapes, and lengths and tables on the
+        host, with that call's.
 
     Returns:
         ``(out, lse)``: out in q's shape with Dv and q's dtype, lse float32 [B, (S,) H], natural
@@ -66,7 +69,9 @@ def decode(
     }
     check_types(spec, cache, {"q": q, **extras, "sinks": sinks, "out": out, "lse": lse})
     call, level = _call(q, cache, spec, extras, validate)
-    chosen, plan = _prepare(call, plan, num_splits, split_size, backend, level)
+    chosen, plan = _prepare(
+        call, plan, num_splits, split_size, backend, level, checks_again=validate == "full"
+    )
     check_sinks(sinks, spec, q.device)
     squeezed = call.q is not q
     _check_destination("out", out, (*q.shape[:-1], spec.head_dim_v), q.dtype, q.device)
@@ -121,7 +126,9 @@ def partial(
     }
     check_types(spec, cache, {"q": q, **extras})
     call, level = _call(q, cache, spec, extras, validate)
-    chosen, plan = _prepare(call, plan, num_splits, split_size, backend, level)
+    chosen, plan = _prepare(
+        call, plan, num_splits, split_size, backend, level, checks_again=validate == "full"
+    )
     state = chosen.partial(call, plan)
     if call.q is not q:
         state = PartialState(state.max[:, 0], state.lse[:, 0], state.out[:, 0])
@@ -176,6 +183,8 @@ def _prepare(
     split_size: int | None,
     backend: str | None,
     level: Validate,
+    *,
+    checks_again: bool,
 ) -> tuple[Backend, SplitPlan | None]:
     if plan is not None and (num_splits is not None or split_size is not None):
         raise ValueError(
@@ -189,38 +198,13 @@ def _prepare(
     if not isinstance(plan, SplitPlan):
         raise ValueError(f"plan must be a SplitPlan, got {type(plan).__name__}")
     # a call that was not checked vouches for no later one
-    binding = (level is not Validate.NONE, *_binding(call, backend))
-    bound = plan.bound.get(binding)
-    if isinstance(bound, Backend) and level is not Validate.FULL:
-        return bound, plan
-    check_call(call, plan, level)
-    chosen = bound if isinstance(bound, Backend) else select(call.spec, call.q.device, backend)
-    plan.bound[binding] = chosen
-    return chosen, plan
-
-
-def _binding(call: DecodeCall, backend: str | None) -> tuple[object, ...]:
-    """What must be unchanged for a call with a bound plan to skip the checks: everything that
-    ``shapes`` looks at.
-    """
-    cache = call.cache
-    tensors = (
-        call.q,
-        cache.k,
-        cache.v,
-        cache.cu_seqlens_k if isinstance(cache, PackedCache) else cache.seq_lens,
-        cache.block_table if isinstance(cache, PagedCache) else None,
-        call.cu_seqlens_q,
-        call.alibi_slopes,
-        call.attn_bias,
-        call.attn_mask,
-        call.k_scale,
-        call.v_scale,
-    )
-    facts = tuple(
-        None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors
-    )
-    return (call.spec, cache.layout, backend, torch.is_grad_enabled(), *facts)
+    key = ("checked", level is not Validate.NONE, call.spec, call.cache.layout, backend)
+    known = plan.bound.get(key)
+    if checks_again or not isinstance(known, Checked) or not known.vouches_for(call):
+        check_call(call, plan, level)
+        chosen = select(call.spec, call.q.device, backend)
+        known = plan.bound[key] = Checked.of(chosen, call)
+    return known.backend, plan
 
 
 def _level(validate: str | None, device: torch.device) -> Validate:
