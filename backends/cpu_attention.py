@@ -5,6 +5,7 @@ GQA is never expanded: the query heads of a kv head are rows of one product.
 """
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from splitkv.backends.cpu_scores import adjust
 from splitkv.backends.cpu_sums import Pile, Sums, log_sum
 from splitkv.backends.cpu_tiles import SCRATCH, Tiles
 from splitkv.backends.cpu_whole import attend_whole
-from splitkv.backends.cpu_work import CALL_PIECES, Strands, Work, piece_tokens, work_of
+from splitkv.backends.cpu_work import PIECE_TOKENS, Strands, Work, work_of
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.state import PartialState, merge_states_torch
@@ -30,7 +31,7 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
     spec = call.spec
     wide = torch.float64 in (spec.dtype, spec.cache_dtype)
     tiles = Tiles.of(call.cache, torch.float64 if wide else torch.float32)
-    work = work_of(call, plan, tiles.group)
+    work = work_of(call, plan)
     queries = _queries(call, work, tiles.dtype)
     if work.direct:
         top, total, out = _attend(call, work.strands[0], queries, tiles).parts
@@ -93,20 +94,27 @@ def _attend(call: DecodeCall, strands: Strands, queries: Tensor, tiles: Tiles) -
     spec = call.spec
     q = _rows_of_heads(queries[strands.query_rows], strands.queries)
     pile = Pile()
-    piece = piece_tokens(spec)
     for cut in strands.cuts:
-        in_place = cut.whole and tiles.group is not None and strands.tile >= piece
-        step = piece * CALL_PIECES if in_place else strands.tile
-        for offset in range(cut.offset, cut.offset + cut.tokens, step):
-            tokens = min(step, cut.offset + cut.tokens - offset)
-            places = tiles.locate(strands, offset, tokens)
-            if cut.whole:
-                key, value = (in_place and tiles.view(places)) or tiles.read(places)
-                attend_whole(q, key, value, spec.scale, piece, pile)
-            else:
-                key, value = tiles.read(places)
+        for offset in range(cut.offset, cut.offset + cut.tokens, strands.tile):
+            tokens = min(strands.tile, cut.offset + cut.tokens - offset)
+            if not cut.whole:
+                key, value = tiles.read(tiles.locate(strands, offset, tokens))
                 pile.add(_attend_seen(call, strands, offset, q, key, value))
+                continue
+            for first, pieces, length in _pieces(strands, offset, tokens):
+                key, value = tiles.read(tiles.locate(strands, first, length, pieces))
+                pile.add(attend_whole(q, key, value, spec.scale))
     return pile.merged().map(lambda part: _heads_of_rows(part, strands.queries, spec.group))
+
+
+def _pieces(strands: Strands, offset: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(offset, pieces, tokens of each): a long run in even pieces and a rest, a short one whole."""
+    even = 0 if strands.short else tokens // PIECE_TOKENS
+    rest = tokens - even * PIECE_TOKENS
+    if even:
+        yield offset, even, PIECE_TOKENS
+    if rest:
+        yield offset + even * PIECE_TOKENS, 1, rest
 
 
 def _rows_of_heads(queries: Tensor, steps: int) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from splitkv.common.state import PartialState
 
-PILE_ELEMENTS = 1 << 15
-"""Elements of outputs that wait to be merged, or one; above it torch puts threads to sums so small
-that they cost more than they save."""
+PILE_ELEMENTS = 1 << 17
+"""Elements of outputs that wait to be merged, or one tile's. A quarter of that costs a fifth of the
+speed in merges (32:8 heads, 8 x 8192 tokens, float32)."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """Tiles of K and V in compute precision: the only place where the CPU backend touches the cache.
 
-Every layout, dtype and page size ends in the same form, a padded scratch that the matrix products
-read while it is hot. Products on the cache itself are slower: its rows lie a power of two apart,
-which maps them to a few sets of the CPU's own cache (float32, one Zen 4 core: 8.8 against 10 GB/s).
+Every layout, dtype and page size ends in the same form, a padded scratch that the products read
+while it is hot. Products on the cache itself are slower: its rows lie a power of two apart, which
+maps them to a few sets of the CPU's own cache, and a head's share of a token is too short to be
+fetched ahead (float32, two Zen 4 cores: 11 GB/s in place, 15 with the copy).
 """
 
 import math
@@ -19,10 +20,6 @@ from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache
 from splitkv.common.spec import Layout
 from splitkv.common.visibility import IntArray
 
-MOST_IN_PLACE = 64
-"""Strands that one call of torch's kernel takes."""
-ALIGNMENT = 64
-"""Bytes; products on operands that are less aligned have other bits (MKL 2024.2, 1 or 3 rows)."""
 ROW_PADDING = 16
 """Elements between token rows of a tile, so that the same column of each falls into another set."""
 
@@ -76,7 +73,7 @@ class Tiles:
 
     key, value: [outer, inner, K, D] views of the cache, any strides; outer is a request, a page, or
     the one row of a packed cache. first: int64 [B + 1], where requests begin in a packed cache.
-    table: int [B, max_blocks]. group: most strands read in place at once; None: not in place.
+    table: int [B, max_blocks].
     """
 
     key: Tensor
@@ -85,7 +82,6 @@ class Tiles:
     head_major: bool = False
     first: IntArray | None = None
     table: IntArray | None = None
-    group: int | None = None
 
     @classmethod
     def of(cls, cache: Cache, dtype: torch.dtype) -> "Tiles":
@@ -96,26 +92,28 @@ class Tiles:
             return cls(key, value, dtype, head_major, table=cache.block_table.numpy())
         if isinstance(cache, PackedCache):
             first = cache.cu_seqlens_k.numpy().astype(np.int64)
-            group = 1 if _in_place(cache.k, cache.v, dtype) else None
-            return cls(cache.k[None], cache.v[None], dtype, first=first, group=group)
+            return cls(cache.k[None], cache.v[None], dtype, first=first)
         assert isinstance(cache, DenseCache)
         key, value = cache.k, cache.v
-        group = MOST_IN_PLACE if _in_place(key, value, dtype) else None
         if cache.layout is Layout.BSND:
-            return cls(key, value, dtype, group=group)
-        return cls(key.transpose(1, 2), value.transpose(1, 2), dtype, True, group=group)
+            return cls(key, value, dtype)
+        return cls(key.transpose(1, 2), value.transpose(1, 2), dtype, True)
 
-    def locate(self, strands: Strands, offset: int, tokens: int) -> Places:
-        """Tokens [start + offset, + ``tokens``) of each strand; past its end, its last one."""
-        count = len(strands)
-        start = strands.start + offset
+    def locate(self, strands: Strands, offset: int, tokens: int, pieces: int = 1) -> Places:
+        """Tokens [start + offset, + ``tokens``) of each strand; past its end, its last one. With
+        ``pieces`` above 1: those of one strand, and as many again for each further piece.
+        """
+        request, start = strands.request, strands.start + offset
+        if len(strands) == 1 and self.table is None:
+            return self._locate_run(int(request[0]), int(start[0]), strands, tokens, pieces)
+        if pieces > 1:
+            request, start = request.repeat(pieces), start + np.arange(pieces) * tokens
+        count = len(start)
         valid = np.minimum(strands.end - start, tokens)
         if self.table is not None:
-            return self._locate_pages(self.table, strands.request, start, valid, tokens)
-        outer = strands.request if self.first is None else np.zeros_like(start)
-        inner = start if self.first is None else start + self.first[strands.request]
-        if count == 1:
-            return Places(1, tokens, run=(int(outer[0]), int(inner[0]), 0, 0, int(valid[0])))
+            return self._locate_pages(self.table, request, start, valid, tokens)
+        outer = request if self.first is None else np.zeros_like(start)
+        inner = start if self.first is None else start + self.first[request]
         steps = int(outer[1] - outer[0]), int(inner[1] - inner[0])
         even = (np.diff(outer) == steps[0]).all() and (np.diff(inner) == steps[1]).all()
         if even and steps[1] >= 0 and (valid == valid[0]).all():
@@ -124,13 +122,21 @@ class Tiles:
         within = np.minimum(np.arange(tokens), valid[:, None] - 1)
         return Places(count, tokens, outer=outer[:, None], inner=inner[:, None] + within)
 
+    def _locate_run(
+        self, request: int, start: int, strands: Strands, tokens: int, pieces: int
+    ) -> Places:
+        valid = min(int(strands.end[0]) - start, tokens)
+        if self.first is not None:
+            request, start = 0, start + int(self.first[request])
+        return Places(pieces, tokens, run=(request, start, 0, tokens, valid))
+
     def _locate_pages(
         self, table: IntArray, request: IntArray, start: IntArray, valid: IntArray, tokens: int
     ) -> Places:
         count, page = len(start), self.key.shape[1]
         last = start + valid - 1
-        whole = self.head_major and page * 4 <= tokens
-        phase = int(start[0]) % page  # the same for all strands of a group
+        phase = int(start[0]) % page
+        whole = self.head_major and page * 4 <= tokens and bool((start % page == phase).all())
         step = page if whole else 1
         reach = np.arange(0, phase + tokens if whole else tokens, step) - (phase if whole else 0)
         position = np.minimum(start[:, None] + reach, last[:, None])
@@ -140,13 +146,6 @@ class Tiles:
         if whole:
             return Places(count, tokens, pages=pages, phase=phase)
         return Places(count, tokens, outer=pages, inner=position % page)
-
-    def view(self, places: Places) -> tuple[Tensor, Tensor] | None:
-        """K and V [g, K, tokens, D or Dv] as views of the cache; None where these are no views."""
-        if places.run is None or places.run[-1] < places.tokens:
-            return None
-        key, value = (_run(x, places.count, places.run) for x in (self.key, self.value))
-        return key.transpose(1, 2), value.transpose(1, 2)
 
     def read(self, places: Places) -> tuple[Tensor, Tensor]:
         """K and V in scratch, [g, K, tokens, D or Dv]; rows past a strand's end are arbitrary.
@@ -192,18 +191,6 @@ class Tiles:
             )  # [g, blocks, K, P, D]
             wanted.unflatten(-1, (page, dim)).copy_(picked.transpose(1, 2))
         return tile[:, :, places.phase : places.phase + places.tokens]
-
-
-def _in_place(key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the cache itself can be read: nothing to convert, the same bits at every place."""
-    step = ALIGNMENT // dtype.itemsize
-    return all(
-        x.dtype == dtype
-        and x.stride(-1) == 1
-        and all(stride % step == 0 for stride in x.stride()[:-1])
-        and x.data_ptr() % ALIGNMENT == 0
-        for x in (key, value)
-    )
 
 
 def _run(source: Tensor, count: int, run: tuple[int, int, int, int, int]) -> Tensor:

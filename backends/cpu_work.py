@@ -29,9 +29,11 @@ QUERY_ROWS = 8192
 PAD_TOKENS = 64
 """Short strands are padded to a multiple of this, so that similar ones share a product."""
 SHORT_TOKENS = 512
-"""Strands of more tokens than this stand alone if some query misses some of them."""
-CALL_PIECES = 4
-"""Pieces that one call of torch's kernel is given when it reads the cache in place."""
+"""Strands of more tokens than this stand alone. Also what torch's kernel blocks its keys by."""
+PIECE_TOKENS = 256
+"""Long runs of plain tokens are cut into such pieces, for threads to share: torch shares out both
+the copy of a tile and the kernel by pieces first, so a thread computes with what it has copied
+itself. Where two cores have no cache in common, anything else takes three times as long."""
 
 
 class Cut(NamedTuple):
@@ -68,6 +70,10 @@ class Strands:
     def __len__(self) -> int:
         return len(self.request)
 
+    @property
+    def short(self) -> bool:
+        return int(self.end[0] - self.start[0]) <= SHORT_TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -89,21 +95,18 @@ class Work:
     direct: bool
 
 
-def work_of(call: DecodeCall, plan: SplitPlan, group: int | None) -> Work:
-    """The work for ``call``; kept with the plan, so that the layers of a step share it.
-
-    group: most strands that are read from the cache itself at once; None: what the scratch holds.
-    """
+def work_of(call: DecodeCall, plan: SplitPlan) -> Work:
+    """The work for ``call``; kept with the plan, so that the layers of a step share it."""
     lengths, counts = as_lengths("seq_lens", call.cache.seq_lens), _query_counts(call)
     columns = 0 if call.attn_mask is None else call.attn_mask.shape[-1]
-    key = ("work of the cpu backend", call.spec, columns, group)
+    key = ("work of the cpu backend", call.spec, columns)
     known = plan.bound.get(key)
     if isinstance(known, Work) and _same(known.lengths, lengths) and _same(known.counts, counts):
         return known
     request = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     bounds = np.concatenate(([0], np.cumsum(counts[plan.request[: plan.num_splits]])))
-    groups = list(_strands(call.spec, plan, columns, group, lengths, counts, first, bounds))
+    groups = list(_strands(call.spec, plan, columns, lengths, counts, first, bounds))
     step = np.arange(len(request)) - first[request]
     single = bool((np.diff(plan.indptr) == 1).all())
     direct = single and len(groups) == 1 and groups[0].state_rows == slice(0, len(request))
@@ -121,17 +124,8 @@ def tile_tokens(spec: DecodeSpec, queries: int) -> int:
     tokens = OPERAND_BYTES // per_token
     tokens = max(tokens, min(SHORT_TOKENS, 2 * tokens))
     tokens = min(tokens, SCORE_BYTES // scores)
-    piece = piece_tokens(spec)
-    unit = piece if tokens >= piece else PAD_TOKENS
+    unit = PIECE_TOKENS if tokens >= PIECE_TOKENS else PAD_TOKENS
     return max(tokens // unit, 1) * unit
-
-
-def piece_tokens(spec: DecodeSpec) -> int:
-    """Whole tokens are cut into such pieces, so that threads have work with few kv heads too.
-
-    512 is what torch's kernel blocks its keys by.
-    """
-    return 512 if spec.num_kv_heads < 8 else 1024
 
 
 def scratch_bytes(spec: DecodeSpec) -> int:
@@ -176,7 +170,6 @@ def _strands(
     spec: DecodeSpec,
     plan: SplitPlan,
     columns: int,
-    group: int | None,
     lengths: IntArray,
     counts: IntArray,
     first: IntArray,
@@ -196,7 +189,7 @@ def _strands(
     tile = np.array([tile_tokens(spec, steps) for steps in queries.tolist()], dtype=np.int64)
     whole = (low == start) & (high == end)
     length = np.where(whole, tokens, padded)
-    together = np.where(whole, tokens <= piece_tokens(spec), padded <= SHORT_TOKENS)
+    together = padded <= SHORT_TOKENS
     alone = np.where(together & (length <= tile), 0, np.arange(len(split)) + 1)
     phase = start % (spec.page_size or 1)
     for members in _equal(alone, queries, length, whole, phase):
@@ -204,10 +197,8 @@ def _strands(
         cuts = [Cut(0, int(length[lead]), bool(whole[lead]))]
         if alone[lead]:
             cuts = _cuts(int(tokens[lead]), *((x - start)[lead].item() for x in (low, high)))
-        size, runs = max(int(tile[lead] // length[lead]), 1), [members]
-        if group is not None and whole[lead]:
-            size, runs = group, _even(members, request, start)
-        for pick in (run[at : at + size] for run in runs for at in range(0, len(run), size)):
+        size = max(int(tile[lead] // length[lead]), 1)
+        for pick in (members[at : at + size] for at in range(0, len(members), size)):
             yield Strands(
                 steps,
                 cuts,
@@ -271,14 +262,6 @@ def _query_chunks(
     split = np.repeat(np.arange(len(counts)), pieces)
     first = np.cumsum(pieces) - pieces
     return split, (np.arange(len(split)) - first[split]) * chunk
-
-
-def _even(members: IntArray, *places: IntArray) -> list[IntArray]:
-    """Runs of ``members`` whose places rise in equal steps: what one view can show."""
-    steps = np.stack([np.diff(place[members]) for place in places])
-    changes = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(0)) + 2
-    falls = np.flatnonzero((steps < 0).any(0)) + 1
-    return np.split(members, np.union1d(changes, falls))
 
 
 def _equal(*keys: IntArray) -> Iterator[IntArray]:
