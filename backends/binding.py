@@ -48,8 +48,8 @@ class Checked:
             None if call.cu_seqlens_q is None else _copy(call.cu_seqlens_q),
         )
 
-    def vouches_for(self, call: DecodeCall) -> bool:
-        """Whether ``call`` is so much like the checked one that a check would find nothing new."""
+    def is_like(self, call: DecodeCall) -> bool:
+        """Whether the tensors of ``call`` are like the checked ones in all but values."""
         q, cache = call.q, call.cache
         k, v = cache.k, cache.v
         if torch.is_grad_enabled() and (
@@ -61,7 +61,12 @@ class Checked:
             and (k.shape, k.dtype, k.device) == self.k
             and v.shape == self.v
             and _extras(call) == self.extras
-            and _same(self.lengths, _lengths(call))
+        )
+
+    def has_indices_of(self, call: DecodeCall) -> bool:
+        """Whether lengths, offsets and table are the checked ones, as far as the host can read."""
+        return (
+            _same(self.lengths, _lengths(call))
             and _same(self.table, _table(call))
             and _same(self.cu_seqlens_q, call.cu_seqlens_q)
         )

@@ -200,11 +200,13 @@ def _prepare(
     # a call that was not checked vouches for no later one
     key = ("checked", level is not Validate.NONE, call.spec, call.cache.layout, backend)
     known = plan.bound.get(key)
-    if checks_again or not isinstance(known, Checked) or not known.vouches_for(call):
-        check_call(call, plan, level)
-        chosen = select(call.spec, call.q.device, backend)
-        known = plan.bound[key] = Checked.of(chosen, call)
-    return known.backend, plan
+    if isinstance(known, Checked) and not checks_again and known.is_like(call):
+        if level is Validate.NONE or known.has_indices_of(call):
+            return known.backend, plan
+    check_call(call, plan, level)
+    chosen = select(call.spec, call.q.device, backend)
+    plan.bound[key] = Checked.of(chosen, call)
+    return chosen, plan
 
 
 def _level(validate: str | None, device: torch.device) -> Validate:

@@ -183,3 +183,18 @@ def test_hosts_compare_by_inputs_and_outcome() -> None:
     failed = replace(theirs, runs=(replace(run, outcome=Outcome.FAILED), *rest))
     assert differences(failed, theirs) == [f"{run.case}: failed here, passed on Some Device"]
     assert differences(replace(theirs, seed=1), theirs)
+
+
+def test_the_interpreter_and_the_gpu_bear_each_other_out() -> None:
+    files = {entry.kind: entry for entry in load_all() if entry.backend == "cuda"}
+    gpu, interpreted = files[Kind.DEVICE], files[Kind.INTERPRETER]
+    assert differences(gpu, interpreted) == []
+    assert differences(interpreted, gpu) == []
+    on_gpu = {run.case: run for run in gpu.runs}
+    for run in interpreted.runs:
+        other = on_gpu[run.case]
+        assert run.outcome is other.outcome
+        if run.error is not None and other.error is not None:
+            # of one rounding each, which another order of sums moves by that much at most
+            assert run.error <= 3 * other.error
+            assert other.error <= 3 * run.error
