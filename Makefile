@@ -23,7 +23,7 @@ AFTER.dev := $(AFTER.test)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow bench aot check lint types imports matrix wheel clean
+.PHONY: help demo test slow bench aot npu check lint types imports matrix wheel clean
 
 help: ## say what there is to do
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -43,6 +43,9 @@ bench: .venv/.ready-bench ## CPU timings against torch's own attention
 
 aot: .venv/.ready-test ## compile the CUDA kernels for sm_80 and sm_90, without a GPU: a spill fails
 	$(VENV)/python -m benchmarks.aot $(ARGS)
+
+npu: .venv-npu/.ready ## the Ascend backend against torch_npu's own schemas and documents, without an NPU
+	OMP_NUM_THREADS=1 .venv-npu/bin/python -m pytest tests_ascend -W ignore $(ARGS)
 
 check: lint types imports matrix ## all static checks, and the support matrix is what the code says
 
@@ -81,4 +84,11 @@ $(VENV)/pip:
 	@echo "installing splitkv[$(EXTRAS.$*)] into .venv (minutes the first time: torch is large)"
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(EXTRAS.$*)]'
 	$(AFTER.$*)
+	@touch $@
+
+# torch_npu needs a torch of its own number, and keeps other tests from running beside it.
+.venv-npu/.ready: Makefile
+	$(PYTHON) -m venv .venv-npu
+	.venv-npu/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0 numpy pyyaml pytest
+	.venv-npu/bin/python -m pip --disable-pip-version-check install --quiet --no-deps torch-npu==2.13.0
 	@touch $@

@@ -7,8 +7,10 @@ No NPU has run this. What is checked: the host side against a CPU stand-in for t
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from splitkv.backends.base import Backend
 from splitkv.common.call import DecodeCall
@@ -20,10 +22,14 @@ from splitkv.common.profile import (
     ASCEND_910B4,
     DeviceProfile,
 )
-from splitkv.common.spec import DecodeSpec, Feature
+from splitkv.common.spec import FLOAT_DTYPES, DecodeSpec, Feature
 from splitkv.common.state import PartialState
 from splitkv.common.support import No, Range, Support, Why
 from splitkv.common.visibility import IntArray
+
+if TYPE_CHECKING:
+    from splitkv.kernels_ascend.routes import Choice, Wants
+    from splitkv.kernels_ascend.soc import Soc
 
 _NO_SCORE_HOOK = "the fused-infer operators have no argument for it that comes with an LSE"
 _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
@@ -44,11 +50,6 @@ _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
         "average, and one of few dimensions was ignored past 512 keys (vllm-ascend issue 15503)",
         "give tree branches as requests of their own",
     ),
-    Feature.HEAD_DIM_V: No(
-        Why.UPSTREAM,
-        "key and value have one head dim outside of the 192/128 MLA prefill (documentation)",
-        "pad v to the key's head dim and cut the result",
-    ),
     Feature.MIXED_DTYPE: No(
         Why.UPSTREAM, "query, key and value have one dtype (documentation)", "convert the queries"
     ),
@@ -62,23 +63,36 @@ _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
 
 
 _SUPPORT = Support(
-    dtypes=(torch.float16, torch.bfloat16),
-    kv_dtypes=(torch.float16, torch.bfloat16),
-    head_dim=Range(16, 512, 16),
-    head_dim_v=Range(16, 512, 16),
-    group=Range(1, 64),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    kv_dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    head_dim=Range(1, 768),
+    head_dim_v=Range(1, 768),
+    group=Range(1, 256),
     page_size=Range(16, 512, 16),
     num_queries=Range(),
     features=_FEATURES,
 )
-# the same limits refuse with their sentence and source: kernels_ascend/limits.yaml
-_WITHOUT_LIMITS = replace(
-    _SUPPORT, head_dim=Range(), head_dim_v=Range(), group=Range(), page_size=Range()
+"""What some route takes; which takes what together is the table's affair (``routes.py``), and the
+numbers with their sources stand in ``limits.yaml``.
+"""
+_FEATURES_ALONE = replace(
+    _SUPPORT,
+    dtypes=FLOAT_DTYPES,
+    kv_dtypes=FLOAT_DTYPES,
+    head_dim=Range(),
+    head_dim_v=Range(),
+    group=Range(),
+    page_size=Range(),
 )
 
 
 class AscendBackend(Backend):
-    """torch_npu's ``npu_fused_infer_attention_score``.
+    """torch_npu's attention operators, FIA (``npu_fused_infer_attention_score``) first.
+
+    soc: the generation to decide for (None: that of the device, a 910B where there is none).
+    strict: where sources on a limit disagree, take the narrower one. route: the only one to take,
+    by name. needs_lse: False lets operators serve that report no LSE, where none with an LSE does;
+    ``decode`` then returns an lse of NaN, and ``partial`` refuses.
 
     Causality, windows and anchors reach the operator as lengths and block tables, not as masks; the
     one mask in use is the bottom-right causal one for several queries over uncut requests. The
@@ -88,7 +102,8 @@ class AscendBackend(Backend):
 
     Lengths reach the operator as host integers: pass ``seq_lens`` (and ``cu_seqlens``) as CPU
     tensors. On the device they are copied once per plan, and a copy during graph capture is an
-    error. In a captured graph the operator keeps the lengths of the capture.
+    error. In a captured graph the operator keeps the lengths of the capture:
+    ``splitkv.kernels_ascend.graphs`` makes calls that can be updated.
     """
 
     name = "ascend"
@@ -97,11 +112,36 @@ class AscendBackend(Backend):
     batch_invariant = False  # the operator cuts rows as it likes
     support = _SUPPORT
 
+    def __init__(
+        self,
+        *,
+        soc: "Soc | None" = None,
+        strict: bool = True,
+        route: str | None = None,
+        needs_lse: bool = True,
+    ) -> None:
+        self.soc, self.strict, self.needs_lse = soc, strict, needs_lse
+        self.route_name = route
+
     @property
     def evidence(self) -> str:
         from splitkv.kernels_ascend.runtime import is_standin
 
         return "stand-in" if is_standin() else "device"
+
+    @property
+    def wants(self) -> "Wants":
+        """What the fields ask for, on this machine's device; a 910B where there is none."""
+        from splitkv.kernels_ascend.routes import Wants
+        from splitkv.kernels_ascend.runtime import device_name
+        from splitkv.kernels_ascend.soc import Soc, soc_of
+
+        return Wants(
+            soc=self.soc or soc_of(device_name() or "") or Soc.A2,
+            strict=self.strict,
+            needs_lse=self.needs_lse,
+            route=self.route_name,
+        )
 
     def missing(self) -> str | None:
         from splitkv.kernels_ascend.runtime import missing
@@ -109,21 +149,29 @@ class AscendBackend(Backend):
         return missing()
 
     def refusals(self, spec: DecodeSpec) -> list[str]:
-        from splitkv.kernels_ascend.routes import operator_refusals
+        from splitkv.kernels_ascend.routes import choose
 
-        return _WITHOUT_LIMITS.refusals(spec) + operator_refusals(spec)
+        found = _FEATURES_ALONE.refusals(spec)
+        mixed = spec.cache_dtype is not spec.dtype  # said by its feature already
+        asked = replace(spec, kv_dtype=spec.dtype, k_scale=None, v_scale=None) if mixed else spec
+        return found + choose(asked, self.wants).refusals
 
     def tensor_refusals(self, call: DecodeCall, plan: SplitPlan | None) -> list[str]:
-        from splitkv.kernels_ascend.prepare import tensor_refusals
+        from splitkv.kernels_ascend.checks import tensor_refusals
 
         assert plan is not None
-        return tensor_refusals(call, plan)
+        return tensor_refusals(call, plan, self.wants)
 
-    def route(self, spec: DecodeSpec) -> str:
-        """Which operator layout and cache form serves ``spec``, for people."""
-        from splitkv.kernels_ascend.routes import route_of
+    def choice(self, spec: DecodeSpec) -> "Choice":
+        """Which route serves ``spec``, and what speaks against each other one."""
+        from splitkv.kernels_ascend.routes import choose
 
-        return route_of(spec).text
+        return choose(spec, self.wants)
+
+    def route(self, spec: DecodeSpec) -> str | None:
+        """Which operator layout and cache form serves ``spec``, for people; None: none does."""
+        route = self.choice(spec).route
+        return None if route is None else route.describe(spec)
 
     def profile(self) -> DeviceProfile:
         """By the device's name; a 910B3 where there is none."""
@@ -145,8 +193,8 @@ class AscendBackend(Backend):
         """Splits for these host lengths; automatic means as few as the operator's row limit allows,
         as it cuts rows itself.
         """
+        from splitkv.kernels_ascend.checks import warn_of_page_size
         from splitkv.kernels_ascend.limits import limit
-        from splitkv.kernels_ascend.prepare import warn_of_page_size
 
         if spec.page_size is not None:
             warn_of_page_size(spec.page_size)
@@ -173,7 +221,36 @@ class AscendBackend(Backend):
         from splitkv.kernels_ascend.attention import partial
 
         assert plan is not None
-        return partial(call, plan)
+        return partial(call, plan, self.wants)
+
+    def decode(
+        self,
+        call: DecodeCall,
+        plan: SplitPlan | None,
+        *,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``(out, lse)``; lse is NaN where a route that reports none was asked for.
+
+        Raises:
+            ValueError: ``lse`` is given for such a route to write.
+        """
+        from splitkv.kernels_ascend.whole import decode_whole
+
+        assert plan is not None
+        whole = decode_whole(call, plan, self.wants, sinks)
+        if whole is None:
+            return super().decode(call, plan, sinks=sinks, out=out, lse=lse)
+        result, result_lse = whole
+        if lse is not None and result_lse.isnan().all():
+            raise ValueError(
+                "lse= is given, and the route that was asked for reports no LSE: leave it out"
+            )
+        if lse is not None:
+            result_lse = lse.copy_(result_lse)
+        return (result if out is None else out.copy_(result)), result_lse
 
     def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
         from splitkv.kernels_ascend.merge import merge

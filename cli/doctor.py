@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from splitkv import __version__
+from splitkv.cli.ascend_host import Part, mismatch, parts
 from splitkv.cli.output import print_json, print_table
 
 HELP = "What is installed here, which devices there are, which backends can run. Exits 1 if none."
@@ -55,9 +56,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     probes = _probes(args.timeout)
-    torch_works = all(probe.why is None for probe in probes if probe.library == "torch")
-    devices = _devices() if torch_works else []
-    backends = _backends() if torch_works else []
+    why_not = {probe.library: probe.why for probe in probes}
+    devices = _devices() if why_not["torch"] is None else []
+    backends = _backends(why_not.get("torch_npu")) if why_not["torch"] is None else []
+    host = parts(args.timeout) if "torch_npu" in why_not else []
     ready = any(backend.available for backend in backends)
     if args.json:
         print_json(
@@ -65,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
                 "ok": ready,
                 "versions": _versions(),
                 "imports": [asdict(probe) for probe in probes],
+                "ascend": {"parts": [asdict(part) for part in host], "mismatch": mismatch()},
                 "devices": [asdict(device) for device in devices],
                 "backends": [asdict(backend) for backend in backends],
             }
         )
     else:
-        _show(probes, devices, backends)
+        _show(probes, host, devices, backends)
     return 0 if ready else 1
 
 
@@ -144,22 +147,35 @@ def _devices() -> list[Device]:
     return found
 
 
-def _backends() -> list[Readiness]:
+def _backends(torch_npu: str | None) -> list[Readiness]:
+    """torch_npu: why it cannot be imported, which is more than that it is not loaded."""
     from splitkv.backends.registry import BACKENDS
 
     found = []
     for backend in BACKENDS:
         why = backend.missing()
+        if backend.device_type == "npu" and torch_npu is not None:
+            why = f"torch_npu cannot be imported: {torch_npu}"
         found.append(Readiness(backend.name, why is None, why))
     return found
 
 
-def _show(probes: list[Probe], devices: list[Device], backends: list[Readiness]) -> None:
+def _show(
+    probes: list[Probe], host: list[Part], devices: list[Device], backends: list[Readiness]
+) -> None:
     versions = ((name, number or "not installed") for name, number in _versions().items())
     print_table(("library", "version"), versions)
     for probe in probes:
         if probe.why is not None:
             print(f"\n{probe.library} cannot be imported: {probe.why}\n  {probe.remedy}")
+    if (unpaired := mismatch()) is not None:
+        print(f"\n{unpaired}")
+    if host:
+        print_table(
+            ("library", "of", "here"),
+            ((part.library, part.of, "found" if part.why is None else "missing") for part in host),
+            title="what torch_npu needs of an Ascend host",
+        )
     if devices:
         print_table(
             ("device", "name"),

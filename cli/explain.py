@@ -2,9 +2,12 @@
 
 import argparse
 
+from splitkv.backends.ascend import AscendBackend
 from splitkv.backends.registry import BACKENDS, backend_named, explain
 from splitkv.cli.output import print_json, print_table
 from splitkv.cli.spec_arguments import add_spec_arguments, spec_from, spec_json
+from splitkv.common.spec import DecodeSpec
+from splitkv.common.support import UnsupportedError
 
 HELP = (
     "Which backend takes a request, and why the others do not; nothing runs. "
@@ -16,22 +19,88 @@ def configure(parser: argparse.ArgumentParser) -> None:
     devices = [backend.device_type for backend in BACKENDS]
     parser.add_argument("--device", choices=devices, help="of the tensors (default: any)")
     parser.add_argument("--backend", help="ask for this one, as a call with backend=... does")
+    parser.add_argument(
+        "--emit",
+        choices=["torch_npu"],
+        help="print the operator call of the chosen Ascend route as Python, and nothing else",
+    )
+    group = parser.add_argument_group("the Ascend backend")
+    add = group.add_argument
+    add("--soc", help="decide for this chip: 910B, 910_93, 310P, 950 (default: this machine's)")
+    add("--route", help="ask for this route of the Ascend backend")
+    add("--loose", action="store_true", help="where sources on a limit disagree, take the wider")
+    add("--no-lse", action="store_true", help="the output alone will do, without an LSE")
     add_spec_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     spec = spec_from(args)
+    ascend = _ascend(args)
+    if args.emit is not None:
+        return _emit(spec, ascend)
     if args.backend is not None:
         backend_named(args.backend)
     answers = explain(spec, args.device)
+    if _says_more(args):
+        told = [reason for reason in answers["ascend"] if reason not in _own_refusals(spec)]
+        answers["ascend"] = told + ascend.refusals(spec)
     asked = answers if args.backend is None else {args.backend: answers[args.backend]}
     chosen = next((name for name, reasons in asked.items() if not reasons), None)
+    choice = ascend.choice(spec)
     if args.json:
-        print_json({"chosen": chosen, "spec": spec_json(spec), "reasons": answers})
-    else:
-        print(f"{spec}\nchosen: {chosen or 'none'}")
-        print_table(
-            ("backend", "reasons against it"),
-            ((name, "\n".join(reasons) or "none") for name, reasons in answers.items()),
+        routes = {
+            "soc": ascend.wants.soc.value,
+            "route": None if choice.route is None else choice.route.name,
+            "against": dict(choice.against),
+        }
+        print_json(
+            {"chosen": chosen, "spec": spec_json(spec), "reasons": answers, "ascend": routes}
         )
+        return 0 if chosen is not None else 1
+    print(f"{spec}\nchosen: {chosen or 'none'}")
+    print_table(
+        ("backend", "reasons against it"),
+        ((name, "\n".join(reasons) or "none") for name, reasons in answers.items()),
+    )
+    print(f"\nroute on {ascend.wants.soc}: {ascend.route(spec) or 'none'}")
+    rows = {name: "\n".join(reasons) for name, reasons in choice.against.items()}
+    if choice.route is not None:
+        rows = {choice.route.name: "none, it is chosen", **rows}
+    print_table(("route of ascend", "reasons against it"), rows.items())
     return 0 if chosen is not None else 1
+
+
+def _ascend(args: argparse.Namespace) -> AscendBackend:
+    from splitkv.kernels_ascend.routes import route_named
+    from splitkv.kernels_ascend.soc import soc_named
+
+    if args.route is not None:
+        route_named(args.route)
+    return AscendBackend(
+        soc=None if args.soc is None else soc_named(args.soc),
+        strict=not args.loose,
+        route=args.route,
+        needs_lse=not args.no_lse,
+    )
+
+
+def _says_more(args: argparse.Namespace) -> bool:
+    return args.soc is not None or args.route is not None or args.loose or args.no_lse
+
+
+def _own_refusals(spec: DecodeSpec) -> list[str]:
+    return backend_named("ascend").refusals(spec)
+
+
+def _emit(spec: DecodeSpec, ascend: AscendBackend) -> int:
+    from splitkv.kernels_ascend.emit import emit
+
+    try:
+        if reasons := ascend.refusals(spec):
+            raise UnsupportedError("\n".join(["no route serves this", *reasons]))
+        text = emit(spec, ascend.wants)
+    except UnsupportedError as refusal:
+        print(refusal)
+        return 1
+    print(text, end="")
+    return 0

@@ -18,6 +18,7 @@ COMMANDS = {
     "explain": "which backend takes a request, and why the others do not",
     "plan": "how histories are cut into splits on a device",
     "parity": "run the cases on the backends in reach against the float64 reference",
+    "verify": "ask an NPU what the documents leave open, run the cases on it, time it",
     "matrix": "the support matrix: who takes what, and on what evidence",
     "demo": "a real small model decodes through splitkv",
     "generate": "continue a text with a model that decodes through splitkv",
@@ -25,7 +26,6 @@ COMMANDS = {
 NOT_YET = {
     "bench": "timings; in a checkout `make bench` has those of the CPU",
     "tune": "measure a device and write its profile",
-    "verify": "check a build against recorded evidence",
     "fuzz": "random requests against the float64 reference",
 }
 

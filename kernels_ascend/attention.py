@@ -9,15 +9,18 @@ from torch import Tensor
 
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
+from splitkv.common.spec import DecodeSpec
 from splitkv.common.state import PartialState
+from splitkv.kernels_ascend.checks import refuse
 from splitkv.kernels_ascend.host_facts import HostFacts, read_facts
 from splitkv.kernels_ascend.lse import normalise
 from splitkv.kernels_ascend.merge import merge
 from splitkv.kernels_ascend.prepare import Prepared, prepare
+from splitkv.kernels_ascend.routes import Wants, choose
 from splitkv.kernels_ascend.runtime import is_capturing
 
 
-def partial(call: DecodeCall, plan: SplitPlan) -> PartialState:
+def partial(call: DecodeCall, plan: SplitPlan, wants: Wants) -> PartialState:
     """The state of all queries of ``call`` over its cache; each launch's out was rounded to the
     query's dtype by the operator.
 
@@ -27,10 +30,11 @@ def partial(call: DecodeCall, plan: SplitPlan) -> PartialState:
         captured.
     """
     spec = call.spec
+    check_state(spec, wants)
     facts = read_facts(call, plan.bound)
     if not call.q.numel() or not any(facts.lengths):
         return PartialState.empty(call.rows, spec.head_dim_v, device=call.q.device)
-    prepared = _prepared(call, plan, facts)
+    prepared = _prepared(call, plan, facts, wants)
     q = call.q.reshape(-1, spec.num_q_heads // prepared.fold, spec.head_dim).contiguous()
     results = [normalise(*launch.run(call, q)) for launch in prepared.launches]
     state = _merged(results, prepared.gather, q, spec.head_dim_v)
@@ -40,8 +44,23 @@ def partial(call: DecodeCall, plan: SplitPlan) -> PartialState:
     )
 
 
-def _prepared(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepared:
-    key = ("ascend", call.spec)
+def check_state(spec: DecodeSpec, wants: Wants) -> None:
+    """Raise unless the route that ``wants`` leads to reports states.
+
+    Raises:
+        UnsupportedError: it reports the output alone; a state is never made up.
+    """
+    route = choose(spec, wants).route
+    if route is not None and not route.state:
+        refuse(
+            spec,
+            f"a state is asked for, and route {route.name} ({route.operator}) gives the output "
+            "alone; use decode, or a route with an LSE",
+        )
+
+
+def _prepared(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
+    key = ("ascend", call.spec, wants)
     made_for = (facts, call.q.shape, call.cache.k.shape, call.q.device)
     bound = plan.bound.get(key)
     if not isinstance(bound, _Bound) or bound.made_for != made_for:
@@ -50,7 +69,7 @@ def _prepared(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepared:
                 "the stream is being captured, and this plan has not yet run for these lengths and "
                 "shapes: run one call with it before the capture"
             )
-        bound = _Bound(made_for, prepare(call, plan, facts))
+        bound = _Bound(made_for, prepare(call, plan, facts, wants))
         plan.bound[key] = bound
     return bound.prepared
 

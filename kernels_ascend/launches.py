@@ -12,8 +12,15 @@ from torch import Tensor
 
 from splitkv.common.call import DecodeCall
 from splitkv.common.visibility import IntArray
-from splitkv.kernels_ascend.fused_infer import Heads, Pages, packed_queries, single_queries
-from splitkv.kernels_ascend.pools import gather_tokens, pool_of
+from splitkv.kernels_ascend.fused_infer import (
+    Heads,
+    Pages,
+    latent_queries,
+    packed_queries,
+    single_queries,
+)
+from splitkv.kernels_ascend.fusion import packed_rows
+from splitkv.kernels_ascend.pools import flat_tokens, gather_tokens, pool_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,3 +112,39 @@ class CopiedLaunch(Launch):
         out, lse = single_queries(queries, self.heads, self.kv_lens, layout="BSND", kv=kv)
         slot_heads = q.shape[1]
         return out.reshape(-1, slot_heads, out.shape[-1]), lse.reshape(-1, slot_heads)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentLaunch(Launch):
+    """Ranges of an absorbed MLA cache: latent and rope part lie in one row of 576 there, and the
+    operator wants each contiguous, so that they are copied out: request [n, 1], position [n, m].
+    """
+
+    request: Tensor
+    position: Tensor
+
+    def run(self, call: DecodeCall, q: Tensor) -> tuple[Tensor, Tensor]:
+        keys, _ = gather_tokens(call.cache, self.request, self.position)
+        split = call.spec.head_dim_v
+        latent, rope = keys[..., :split].contiguous(), keys[..., split:].contiguous()
+        return latent_queries(self.queries(q), latent, rope, self.heads, self.kv_lens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusionLaunch(Launch):
+    """Rows for the training operator, one after the other: the first keys of the cache as they lie,
+    or the ones at ``tokens`` int64 [sum of kv_lens], copied out.
+    """
+
+    counts: list[int]
+    causal: bool
+    tokens: Tensor | None
+
+    def run(self, call: DecodeCall, q: Tensor) -> tuple[Tensor, Tensor]:
+        used = sum(self.kv_lens)
+        k, v = (
+            flat[:used] if self.tokens is None else flat[self.tokens]
+            for flat in flat_tokens(call.cache)
+        )
+        queries = self.queries(q)
+        return packed_rows(queries, k, v, self.heads, self.counts, self.kv_lens, causal=self.causal)

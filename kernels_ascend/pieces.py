@@ -77,6 +77,36 @@ def cut_pieces(
     return pieces
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows over keys that an operator reads without a gap from the front.
+
+    in_place: rows in the order of their keys, None for keys between them that nobody reads.
+    lengths: keys of each of those. overlapping: rows whose keys are taken already.
+    """
+
+    in_place: list[int | None]
+    lengths: list[int]
+    overlapping: list[int]
+
+
+def tile_rows(starts: Sequence[int], lengths: Sequence[int]) -> Tiling:
+    """The tiling of rows with keys [start, start + length), by their place in the lists."""
+    tiling = Tiling([], [], [])
+    position = 0
+    for row in sorted(range(len(starts)), key=starts.__getitem__):
+        if starts[row] < position:
+            tiling.overlapping.append(row)
+            continue
+        if starts[row] > position:
+            tiling.in_place.append(None)
+            tiling.lengths.append(starts[row] - position)
+        tiling.in_place.append(row)
+        tiling.lengths.append(lengths[row])
+        position = starts[row] + lengths[row]
+    return tiling
+
+
 def _ranges(
     plan: SplitPlan, lengths: Sequence[int], counts: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:

@@ -36,7 +36,7 @@ def page_size_of(cache: Cache) -> int | None:
     step = limit("page_multiple").number
     sizes = range(limit("page_max").number, 0, -step)
     fitting = [size for size in sizes if cache.capacity % size == 0]
-    proven = limit("page_proven").number
+    proven = int(limit("page_proven").choices[0])
     return proven if proven in fitting else next(iter(fitting), None)
 
 
@@ -100,3 +100,14 @@ def gather_tokens(cache: Cache, request: Tensor, position: Tensor) -> tuple[Tens
     if cache.layout is Layout.NHD:
         return cache.k[page, offset], cache.v[page, offset]
     return cache.k[page, :, offset], cache.v[page, :, offset]
+
+
+def flat_tokens(cache: Cache) -> tuple[Tensor, Tensor]:
+    """Views of a contiguous dense or packed cache as k [tokens, K, D] and v; heads of a BNSD cache
+    become requests, so that K is 1 there.
+    """
+    if isinstance(cache, DenseCache):
+        if cache.layout is Layout.BNSD:
+            return cache.k.flatten(0, 2)[:, None], cache.v.flatten(0, 2)[:, None]
+        return cache.k.flatten(0, 1), cache.v.flatten(0, 1)
+    return cache.k, cache.v

@@ -2,34 +2,46 @@
 layers of a step.
 """
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from splitkv.common.cache import DenseCache, PackedCache, PagedCache
+from splitkv.common.cache import DenseCache, PackedCache
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
-from splitkv.common.spec import DecodeSpec
-from splitkv.common.support import UnsupportedError
+from splitkv.common.spec import DecodeSpec, Layout
 from splitkv.common.visibility import IntArray
+from splitkv.kernels_ascend.checks import (
+    check_rows,
+    refuse,
+    takes_whole_cache,
+    tensor_refusals,
+    warn_of_page_size,
+)
 from splitkv.kernels_ascend.fused_infer import Heads
 from splitkv.kernels_ascend.host_facts import HostFacts
 from splitkv.kernels_ascend.launches import (
     CopiedLaunch,
     DenseLaunch,
+    FusionLaunch,
+    LatentLaunch,
     Launch,
     PackedLaunch,
     PagedLaunch,
 )
-from splitkv.kernels_ascend.limits import limit
-from splitkv.kernels_ascend.pieces import Piece, cut_pieces, whole_causal_pieces
-from splitkv.kernels_ascend.pools import page_size_of, page_step
-from splitkv.kernels_ascend.routes import Route, page_warning, route_of
+from splitkv.kernels_ascend.limits import violations
+from splitkv.kernels_ascend.pieces import (
+    Piece,
+    Tiling,
+    cut_pieces,
+    tile_rows,
+    whole_causal_pieces,
+)
+from splitkv.kernels_ascend.pools import page_size_of
+from splitkv.kernels_ascend.routes import FIA_MLA, FIA_ROWS, FIA_TND, FUSION, Wants, choose
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,75 +59,27 @@ class Prepared:
     gather: Tensor | None
 
 
-def prepare(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepared:
+def prepare(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
     """Cut, choose, check.
 
     Raises:
         UnsupportedError: the operators do not take these tensors or this many rows; nothing was
             launched.
     """
-    if reasons := tensor_refusals(call, plan):
-        _refuse(call.spec, *reasons)
-    if _fits_dense(call, plan):
-        return _prepare_dense(call, facts)
+    if reasons := tensor_refusals(call, plan, wants):
+        refuse(call.spec, *reasons)
+    choice = choose(call.spec, wants)
+    if choice.route is None:
+        refuse(call.spec, *choice.refusals)
+    if choice.route is FUSION:
+        return _prepare_fusion(call, plan, facts, wants)
+    if choice.route is FIA_MLA:
+        return _prepare_latent(call, plan, facts, wants)
     if isinstance(call.cache, PackedCache):
-        return _prepare_packed(call, plan, facts)
-    return _prepare_paged(call, plan, facts)
-
-
-def tensor_refusals(call: DecodeCall, plan: SplitPlan) -> list[str]:
-    """Every reason against this call's strides and sizes: value, limit, what to do."""
-    cache = call.cache
-    steps = [
-        page_step(tensor) if isinstance(cache, PagedCache) else 1 for tensor in (cache.k, cache.v)
-    ]
-    reasons = []
-    for name, tensor, step in zip("kv", (cache.k, cache.v), steps, strict=True):
-        torn = step is None if isinstance(cache, PagedCache) else not tensor.is_contiguous()
-        if torn:
-            reasons.append(
-                f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}: the "
-                "operator reads contiguous tensors (or whole pages) and does not copy (vllm-ascend "
-                "issue 11790); keep K and V as tensors of their own"
-            )
-        elements, allowed = tensor.numel() * (step or 1), limit("kv_elements_max")
-        if elements > allowed.number:
-            reasons.append(
-                f"{name} spans {elements} elements: {allowed.says} ({allowed.source}); use several "
-                "pools"
-            )
-    if None not in steps and steps[0] != steps[1]:
-        reasons.append(
-            f"pages of k lie {steps[0]} apart, pages of v {steps[1]}: one table serves both"
-        )
-    return reasons + _capacity_refusals(call, plan)
-
-
-def _capacity_refusals(call: DecodeCall, plan: SplitPlan) -> list[str]:
-    """Reasons against T of a dense cache."""
-    if not isinstance(call.cache, DenseCache) or not call.batch or not call.cache.capacity:
-        return []
-    capacity, longest = call.cache.capacity, limit("keys_per_row_max")
-    if _fits_dense(call, plan):
-        if capacity <= longest.number:
-            return []
-        return [f"T {capacity}: {longest.says} ({longest.source}); cut with num_splits"]
-    if page_size_of(call.cache) is not None:
-        return []
-    return [
-        f"T {capacity} of the dense cache is not a multiple of {limit('page_multiple').number}, so "
-        "that windows, splits and several queries cannot be expressed as pages of it; allocate T "
-        "in multiples of 128"
-    ]
-
-
-def _fits_dense(call: DecodeCall, plan: SplitPlan) -> bool:
-    """One query per request, no window, no cut: the operator reads the dense cache as it lies."""
-    spec = call.spec
-    single = (
-        isinstance(call.cache, DenseCache) and spec.num_queries == 1 and not spec.packed_queries
-    )
-    return single and spec.sliding_window is None and plan.max_splits <= 1
+        return _prepare_packed(call, plan, facts, wants)
+    if takes_whole_cache(call, plan):
+        return _prepare_dense(call, facts)
+    return _prepare_paged(call, plan, facts, wants)
 
 
 def _prepare_dense(call: DecodeCall, facts: HostFacts) -> Prepared:
@@ -123,7 +87,7 @@ def _prepare_dense(call: DecodeCall, facts: HostFacts) -> Prepared:
     return Prepared((launch,), 1, None)
 
 
-def _prepare_packed(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepared:
+def _prepare_packed(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
     spec = call.spec
     causal = _takes_causal_mask(spec, plan, facts)
     pieces = (
@@ -131,20 +95,87 @@ def _prepare_packed(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prep
         if causal
         else cut_pieces(plan, facts.lengths, facts.counts, align=1)
     )
-    in_place, copied, kv_lens = _partition(pieces, facts)
+    starts = [facts.key_starts[piece.request] + piece.start for piece in pieces]
+    tiling = tile_rows(starts, [piece.length for piece in pieces])
+    in_place = [None if row is None else pieces[row] for row in tiling.in_place]
     counts = [1 if piece is None else piece.count for piece in in_place]
-    slots = np.concatenate(
-        [_slots(piece, facts, 1) for piece in in_place] or [np.zeros(0, np.int64)]
-    )
+    slots = _all_slots(in_place, facts, 1)
     launches: list[Launch] = []
     if in_place:
-        _check_rows(spec, _with_fillers(in_place, kv_lens), 1, "TND")
+        rows = _with_fillers(in_place, tiling.lengths)
+        check_rows(spec, wants, FIA_TND, rows, layout="TND", causal=causal)
         pick = _on_device(np.maximum(slots, 0), call.q.device)
-        launches.append(PackedLaunch(_heads(spec, 1), slots, pick, kv_lens, counts, causal))
-    if copied:
+        launches.append(PackedLaunch(_heads(spec, 1), slots, pick, tiling.lengths, counts, causal))
+    if tiling.overlapping:
+        copied = [pieces[row] for row in tiling.overlapping]
         starts = [facts.key_starts[piece.request] for piece in copied]
-        launches.append(_copied_launch(call, copied, facts, 1, starts))
+        launches.append(_copied_launch(call, copied, facts, 1, starts, wants))
     return _assemble(launches, 1, call.q)
+
+
+def _prepare_fusion(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
+    """Dense and packed caches alike are rows one after the other to this operator; what lies
+    between them, and slots past a length, get rows that nobody reads.
+    """
+    spec = call.spec
+    causal = _takes_causal_mask(spec, plan, facts)
+    pieces = (
+        whole_causal_pieces(facts.lengths, facts.counts)
+        if causal
+        else cut_pieces(plan, facts.lengths, facts.counts, align=1)
+    )
+    fold = spec.num_kv_heads if spec.layout is Layout.BNSD else 1
+    rows = [(piece, head) for piece in pieces for head in range(fold)]
+    if isinstance(call.cache, DenseCache):
+        capacity = call.cache.capacity
+        starts = [(piece.request * fold + head) * capacity + piece.start for piece, head in rows]
+    else:
+        starts = [facts.key_starts[piece.request] + piece.start for piece, _ in rows]
+    tiling = tile_rows(starts, [piece.length for piece, _ in rows])
+    launches: list[Launch] = []
+    for chosen, lengths, copies in (
+        (tiling.in_place, tiling.lengths, False),
+        (tiling.overlapping, [rows[row][0].length for row in tiling.overlapping], True),
+    ):
+        if not chosen:
+            continue
+        taken = [(None, None) if row is None else rows[row] for row in chosen]
+        fillers = _with_fillers([piece for piece, _ in taken], lengths)
+        check_rows(spec, wants, FUSION, fillers, layout="TND", causal=causal)
+        slots = np.concatenate([_slots(piece, facts, fold, head) for piece, head in taken])
+        launches.append(
+            FusionLaunch(
+                _heads(spec, fold),
+                slots,
+                _on_device(np.maximum(slots, 0), call.q.device),
+                lengths,
+                [1 if piece is None else piece.count for piece, _ in taken],
+                causal,
+                _tokens(starts, lengths, tiling, call.q.device) if copies else None,
+            )
+        )
+    return _assemble(launches, fold, call.q)
+
+
+def _prepare_latent(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
+    pieces = cut_pieces(plan, facts.lengths, facts.counts, align=1, share=False)
+    if not pieces:
+        return _assemble([], 1, call.q)
+    check_rows(call.spec, wants, FIA_MLA, pieces, layout="BSND")
+    copied = _copied_launch(call, pieces, facts, 1, [0] * len(pieces), wants)
+    latent = LatentLaunch(
+        copied.heads, copied.slots, copied.pick, copied.kv_lens, copied.request, copied.position
+    )
+    return _assemble([latent], 1, call.q)
+
+
+def _tokens(
+    starts: Sequence[int], lengths: Sequence[int], tiling: Tiling, device: torch.device
+) -> Tensor:
+    """Where the keys of the overlapping rows lie, one row after the other."""
+    rows = zip(tiling.overlapping, lengths, strict=True)
+    ranges = [np.arange(starts[row], starts[row] + length) for row, length in rows]
+    return _on_device(np.concatenate(ranges), device)
 
 
 def _with_fillers(pieces: Sequence[Piece | None], kv_lens: Sequence[int]) -> list[Piece]:
@@ -153,39 +184,14 @@ def _with_fillers(pieces: Sequence[Piece | None], kv_lens: Sequence[int]) -> lis
     return [piece or Piece(0, 0, 1, 0, length) for piece, length in rows]
 
 
-def _partition(
-    pieces: Sequence[Piece], facts: HostFacts
-) -> tuple[list[Piece | None], list[Piece], list[int]]:
-    """Pieces that tile the packed keys from the front, None for keys that nobody reads; pieces that
-    overlap those; row lengths.
-    """
-    in_place: list[Piece | None] = []
-    copied: list[Piece] = []
-    kv_lens: list[int] = []
-    position = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.request, piece.start)):
-        start = facts.key_starts[piece.request] + piece.start
-        if start < position:
-            copied.append(piece)
-            continue
-        if start > position:
-            in_place.append(None)
-            kv_lens.append(start - position)
-        in_place.append(piece)
-        kv_lens.append(piece.length)
-        position = start + piece.length
-    return in_place, copied, kv_lens
-
-
-def _prepare_paged(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepared:
+def _prepare_paged(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
     spec = call.spec
     page_size = page_size_of(call.cache)
     assert page_size is not None
     if isinstance(call.cache, DenseCache):
         warn_of_page_size(page_size)
-    route = route_of(spec)
-    shares = route.shares and page_size % limit("page_multiple_many").number == 0
-    fold = spec.num_kv_heads if route.folds else 1
+    shares = _shares_rows(spec, page_size, wants)
+    fold = spec.num_kv_heads if spec.layout is Layout.BNSD else 1
     causal = shares and _takes_causal_mask(spec, plan, facts)
     pieces = (
         whole_causal_pieces(facts.lengths, facts.counts)
@@ -196,10 +202,23 @@ def _prepare_paged(call: DecodeCall, plan: SplitPlan, facts: HostFacts) -> Prepa
     copied = [piece for piece in pieces if piece.start % page_size]
     launches: list[Launch] = []
     if in_place:
-        launches.append(_paged_launch(call, in_place, facts, route, page_size, fold, causal))
+        launches.append(_paged_launch(call, in_place, facts, wants, page_size, fold, causal))
     if copied:
-        launches.append(_copied_launch(call, copied, facts, fold, [0] * len(copied)))
+        launches.append(_copied_launch(call, copied, facts, fold, [0] * len(copied), wants))
     return _assemble(launches, fold, call.q)
+
+
+def _shares_rows(spec: DecodeSpec, page_size: int, wants: Wants) -> bool:
+    """Whether queries of a request share rows in layout TND; the pages of a dense cache, which the
+    spec does not know, may speak against it.
+    """
+    if choose(spec, wants).route is not FIA_TND:
+        return False
+    facts = replace(FIA_TND.facts(spec, wants), page_size=page_size)
+    reasons = violations(facts, strict=wants.strict)
+    if reasons and wants.route is not None:
+        refuse(spec, *reasons)
+    return not reasons
 
 
 def _takes_causal_mask(spec: DecodeSpec, plan: SplitPlan, facts: HostFacts) -> bool:
@@ -216,14 +235,25 @@ def _paged_launch(
     call: DecodeCall,
     pieces: Sequence[Piece],
     facts: HostFacts,
-    route: Route,
+    wants: Wants,
     page_size: int,
     fold: int,
     causal: bool,
 ) -> PagedLaunch:
     spec, device = call.spec, call.q.device
-    layout = "TND" if any(piece.count > 1 for piece in pieces) else route.single
-    _check_rows(spec, pieces, fold, layout)
+    layout, route = FIA_ROWS.layouts[spec.layout][0], FIA_ROWS
+    if any(piece.count > 1 for piece in pieces):
+        layout, route = "TND", FIA_TND
+    check_rows(
+        spec,
+        wants,
+        route,
+        pieces,
+        layout=layout,
+        fold=fold,
+        causal=causal,
+        page_size=page_size,
+    )
     kv_lens = np.repeat([piece.length for piece in pieces], fold)
     first = np.repeat([piece.start // page_size for piece in pieces], fold)
     requests = np.array([piece.request for piece in pieces])
@@ -233,7 +263,7 @@ def _paged_launch(
     # unused entries
     columns = first[:, None] + np.minimum(np.arange(blocks.max()), blocks[:, None] - 1)
     whole_table = np.array_equal(rows, np.arange(call.batch * fold)) and not first.any()
-    slots = np.concatenate([_slots(piece, facts, fold) for piece in pieces])
+    slots = _all_slots(pieces, facts, fold)
     return PagedLaunch(
         _heads(spec, fold),
         slots,
@@ -249,16 +279,21 @@ def _paged_launch(
 
 
 def _copied_launch(
-    call: DecodeCall, pieces: Sequence[Piece], facts: HostFacts, fold: int, base: Sequence[int]
+    call: DecodeCall,
+    pieces: Sequence[Piece],
+    facts: HostFacts,
+    fold: int,
+    base: Sequence[int],
+    wants: Wants,
 ) -> CopiedLaunch:
     """base: what each piece's positions count from (its request's first row, if packed)."""
     device = call.q.device
     lengths = np.array([piece.length for piece in pieces])
-    _check_rows(call.spec, pieces, 1, "BSND")
+    check_rows(call.spec, wants, FIA_ROWS, pieces, layout="BSND")
     step = np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
     position = np.array([piece.start for piece in pieces])[:, None] + np.array(base)[:, None] + step
     request = np.array([piece.request for piece in pieces])[:, None]
-    slots = np.concatenate([_slots(piece, facts, fold) for piece in pieces])
+    slots = _all_slots(pieces, facts, fold)
     return CopiedLaunch(
         _heads(call.spec, 1),
         slots,
@@ -269,12 +304,21 @@ def _copied_launch(
     )
 
 
-def _slots(piece: Piece | None, facts: HostFacts, fold: int) -> IntArray:
-    """Slots of a row's results in the operator's order: by kv head where folded, then by query."""
+def _all_slots(pieces: Sequence[Piece | None], facts: HostFacts, fold: int) -> IntArray:
+    return np.concatenate(
+        [_slots(piece, facts, fold) for piece in pieces] or [np.zeros(0, np.int64)]
+    )
+
+
+def _slots(piece: Piece | None, facts: HostFacts, fold: int, head: int | None = None) -> IntArray:
+    """Slots of a row's results in the operator's order: by kv head where folded (all, or ``head``
+    alone), then by query.
+    """
     if piece is None:
         return np.array([-1])
     query = facts.query_starts[piece.request] + piece.first + np.arange(piece.count)
-    return (query[None] * fold + np.arange(fold)[:, None]).ravel()
+    heads = np.arange(fold) if head is None else np.array([head])
+    return (query[None] * fold + heads[:, None]).ravel()
 
 
 def _pick(slots: IntArray, q: Tensor, fold: int) -> Tensor | None:
@@ -310,45 +354,3 @@ def _heads(spec: DecodeSpec, fold: int) -> Heads:
 
 def _on_device(array: IntArray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
-
-
-def _check_rows(spec: DecodeSpec, pieces: Sequence[Piece], fold: int, layout: str) -> None:
-    sizes = [
-        (len(pieces) * fold, "rows", limit("rows_tnd_max" if layout == "TND" else "rows_max")),
-        (
-            max((p.length for p in pieces if p.count == 1), default=0),
-            "keys",
-            limit("keys_per_row_max"),
-        ),
-    ]
-    if layout == "TND":
-        sizes.append((sum(p.count for p in pieces) * fold, "queries", limit("tnd_tokens_max")))
-    reasons = [
-        f"{size} {what} in {layout}: {allowed.says} ({allowed.source}); {_ROW_ADVICE[what]}"
-        for size, what, allowed in sizes
-        if size > allowed.number
-    ]
-    if reasons:
-        _refuse(spec, *reasons)
-
-
-_ROW_ADVICE = {
-    "rows": "use fewer splits or a smaller batch",
-    "keys": "cut with num_splits or split_size",
-    "queries": "use a smaller batch",
-}
-
-
-def _refuse(spec: DecodeSpec, *reasons: str) -> NoReturn:
-    lines = [
-        f"backend 'ascend' does not take these tensors for {spec}",
-        *(f"    - {reason}" for reason in reasons),
-    ]
-    raise UnsupportedError("\n".join(lines))
-
-
-def warn_of_page_size(page_size: int) -> None:
-    """Say once per place why a page size other than 128 is doubtful."""
-    text = page_warning(page_size)
-    if text is not None:
-        warnings.warn(text, stacklevel=2)

@@ -1,118 +1,318 @@
-"""Which operator layout serves a spec, and what the operators refuse of it: facts of the spec
-alone, no device needed.
+"""The table of routes: which operator serves a request, and what speaks against each of the others.
+
+Facts of the spec alone, no device needed; numbers are in ``limits.yaml``.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
+from functools import lru_cache
 
 from splitkv.common.spec import DecodeSpec, Layout
 from splitkv.common.support import dtype_name
-from splitkv.kernels_ascend.limits import Limit, limit
+from splitkv.kernels_ascend.limits import Facts, doubts, violations
+from splitkv.kernels_ascend.soc import Soc
+
+MLA_LATENT, MLA_ROPE = 512, 64
+"""Parts of a key of absorbed MLA: head_dim 576 is the latent and the rope part behind it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wants:
+    """What is asked of the backend besides the spec.
+
+    strict: how sources that disagree are read. needs_lse: whether the LSE must come back; without
+    it operators that report none may serve. route: the only one allowed, by name; None is the first
+    that takes the request.
+    """
+
+    soc: Soc = Soc.A2
+    strict: bool = True
+    needs_lse: bool = True
+    route: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A way from a request to operator calls.
+
+    layouts: our layout to the operator's input_layout and the dimensions of the paged cache that it
+    gets (0: not paged). shares: whether queries of one request share a row; else each is a row.
+    state: whether states come back; else only the output of whole histories. asked: only where it
+    is named. against: what the numbers of limits.yaml cannot say.
+    """
+
+    name: str
+    operator: str
+    layouts: Mapping[Layout, tuple[str, int]]
+    shares: bool
+    state: bool
+    text: str
+    asked: bool = False
+    hands_sinks: bool = False
+    against: Callable[[DecodeSpec], list[str]] = lambda spec: []
+
+    def reasons(self, spec: DecodeSpec, wants: Wants) -> list[str]:
+        """Everything that speaks against this route; empty where it serves ``spec``."""
+        structural = self.structural(spec)
+        if structural:
+            return structural
+        return violations(self.facts(spec, wants), strict=wants.strict)
+
+    def structural(self, spec: DecodeSpec) -> list[str]:
+        """What speaks against it whatever the numbers."""
+        if spec.layout not in self.layouts:
+            takes = ", ".join(layout.value for layout in self.layouts)
+            return [f"layout {spec.layout.value}: route {self.name} takes {takes}"]
+        found = self.against(spec)
+        if not self.state:
+            found += _whole_history(spec)
+        if not self.state and spec.sinks and not self.hands_sinks:
+            found.append("learned sinks: they are folded in by the LSE, which does not come back")
+        return found
+
+    def facts(self, spec: DecodeSpec, wants: Wants) -> Facts:
+        """The operator call as far as ``spec`` decides it."""
+        layout, form = self.layouts[spec.layout]
+        rope = MLA_ROPE if self is FIA_MLA else 0
+        return Facts(
+            operator=self.operator,
+            soc=wants.soc,
+            layout=layout,
+            dtype=dtype_name(spec.dtype),
+            kv_dtype=dtype_name(spec.cache_dtype),
+            head_dim=spec.head_dim - rope,
+            head_dim_v=spec.head_dim_v,
+            rope_dim=rope,
+            heads=spec.num_q_heads,
+            kv_heads=spec.num_kv_heads,
+            group=spec.group,
+            page_size=spec.page_size if form else None,
+            cache_form=form,
+            cache_row=spec.num_kv_heads * spec.head_dim if form == 3 else None,
+            queries=spec.num_queries if self.shares else 1,
+            scale=spec.scale,
+            sinks=int(self.hands_sinks),
+            state=int(wants.needs_lse and not self.hands_sinks),
+        )
+
+    def describe(self, spec: DecodeSpec) -> str:
+        """One line for people: operator, input layout, cache form, rows."""
+        layout, form = self.layouts[spec.layout]
+        cache = _CACHES[spec.layout] if form or not spec.layout.paged else ""
+        if self.operator == "_npu_paged_attention":
+            cache = "4-D cache [pages, P, K, D]"
+        rows = "queries of a request share rows" if self.shares else "one query per row"
+        if self in (INCRE, PROMPT) and not form:
+            cache = "dense cache"
+        if self is FIA_MLA:
+            cache = "latent and rope part copied out of the cache"
+        if self is FUSION or spec.layout is Layout.PACKED:
+            cache, rows = "keys one request after the other", ""
+        return ", ".join(part for part in (f"{self.text}, {layout}", cache, rows) if part)
+
+
+_CACHES = {
+    Layout.NHD: "3-D cache [pages, P, K*D]",
+    Layout.HND: "4-D cache [pages, K, P, D]",
+    Layout.BSND: "dense cache, or its 3-D page view",
+    Layout.BNSD: "dense cache, or its 3-D page view with a request per kv head",
+    Layout.PACKED: "keys one request after the other",
+}
+
+
+def _whole_history(spec: DecodeSpec) -> list[str]:
+    found = []
+    if spec.sliding_window is not None:
+        found.append(
+            f"sliding_window {spec.sliding_window}: a window is cut into ranges that are merged by "
+            "their LSE"
+        )
+    if spec.packed_queries:
+        found.append("ragged queries: it takes the same number of queries of every request")
+    return found
+
+
+def _several(spec: DecodeSpec) -> list[str]:
+    if spec.num_queries > 1 or spec.layout is Layout.PACKED:
+        return []
+    return ["num_queries 1: the documentation of layout TND is narrower than that of single rows"]
+
+
+def _single(spec: DecodeSpec) -> list[str]:
+    if spec.num_queries == 1:
+        return []
+    return [f"num_queries {spec.num_queries}: it takes one query per request"]
+
+
+def _many(spec: DecodeSpec) -> list[str]:
+    return [] if spec.num_queries > 1 else ["num_queries 1: it is made for many queries"]
+
+
+def _absorbed(spec: DecodeSpec) -> list[str]:
+    wanted = (MLA_LATENT + MLA_ROPE, MLA_LATENT, 1)
+    if (spec.head_dim, spec.head_dim_v, spec.num_kv_heads) == wanted:
+        return []
+    return [
+        f"head_dim {spec.head_dim}, head_dim_v {spec.head_dim_v}, {spec.num_kv_heads} kv heads: "
+        f"absorbed MLA is {wanted[0]}, {wanted[1]} and 1"
+    ]
+
+
+def _sinks(spec: DecodeSpec) -> list[str]:
+    return [] if spec.sinks else ["no sinks are given"]
+
+
+_ROWS = {
+    Layout.BSND: ("BSND", 0),
+    Layout.BNSD: ("BNSD", 0),
+    Layout.NHD: ("BSND", 3),
+    Layout.HND: ("BNSD", 4),
+}
+_TND = {
+    Layout.PACKED: ("TND", 0),
+    Layout.NHD: ("TND", 3),
+    Layout.HND: ("TND", 4),
+    Layout.BSND: ("TND", 3),
+    Layout.BNSD: ("TND", 3),
+}
+
+FIA_TND = Route(
+    name="fia-tnd",
+    operator="npu_fused_infer_attention_score_v2",
+    layouts=_TND,
+    shares=True,
+    state=True,
+    text="FIA v2",
+    against=_several,
+)
+FIA_ROWS = Route(
+    name="fia-rows",
+    operator="npu_fused_infer_attention_score",
+    layouts=_ROWS,
+    shares=False,
+    state=True,
+    text="FIA v1",
+)
+FIA_MLA = Route(
+    name="fia-mla",
+    operator="npu_fused_infer_attention_score",
+    layouts=dict.fromkeys((Layout.NHD, Layout.HND, Layout.BSND, Layout.BNSD), ("BSND", 0)),
+    shares=False,
+    state=True,
+    text="FIA v1 with query_rope and key_rope",
+    against=_absorbed,
+)
+FUSION = Route(
+    name="fusion",
+    operator="npu_fusion_attention",
+    layouts=dict.fromkeys((Layout.PACKED, Layout.BSND, Layout.BNSD), ("TND", 0)),
+    shares=True,
+    state=True,
+    text="npu_fusion_attention (max and sum)",
+)
+FIA_SINKS = Route(
+    name="fia-sinks",
+    operator="npu_fused_infer_attention_score_v2",
+    layouts={layout: _TND[layout] for layout in (Layout.NHD, Layout.HND)},
+    shares=True,
+    state=False,
+    text="FIA v2 with learnable_sink",
+    asked=True,
+    hands_sinks=True,
+    against=_sinks,
+)
+PAGED_ATTENTION = Route(
+    name="paged-attention",
+    operator="_npu_paged_attention",
+    layouts={Layout.NHD: ("TND", 4)},
+    shares=False,
+    state=False,
+    text="_npu_paged_attention (ATB, no LSE)",
+    against=_single,
+)
+INCRE = Route(
+    name="incre",
+    operator="npu_incre_flash_attention",
+    layouts=_ROWS,
+    shares=False,
+    state=False,
+    text="npu_incre_flash_attention (no LSE)",
+    against=_single,
+)
+PROMPT = Route(
+    name="prompt",
+    operator="npu_prompt_flash_attention",
+    layouts={layout: _ROWS[layout] for layout in (Layout.BSND, Layout.BNSD)},
+    shares=True,
+    state=False,
+    text="npu_prompt_flash_attention (no LSE)",
+    against=_many,
+)
+
+ROUTES = (FIA_TND, FIA_ROWS, FIA_MLA, FUSION, FIA_SINKS, PAGED_ATTENTION, INCRE, PROMPT)
+"""In order of preference: routes with a state first, the best documented first among those."""
+
+
+def route_named(name: str) -> Route:
+    """The route called ``name``.
+
+    Raises:
+        ValueError: nobody is; the text lists the known names.
+    """
+    for route in ROUTES:
+        if route.name == name:
+            return route
+    raise ValueError(f"unknown route {name!r}, known: {[route.name for route in ROUTES]}")
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """How one spec reaches the operator.
+class Choice:
+    """Which route serves a request (None: none), and what speaks against each that does not."""
 
-    single: the input_layout for rows of one query. shares: whether queries of a request may share a
-    row, in layout TND. folds: whether each kv head becomes a request of its own (a dense BNSD
-    cache, whose pages would otherwise not be contiguous). text: for people.
-    """
-
-    single: str
-    shares: bool
-    folds: bool
-    text: str
+    route: Route | None
+    against: Mapping[str, list[str]]
+    refusals: list[str]
+    """Where none serves: the reasons of the route that comes nearest."""
 
 
-def route_of(spec: DecodeSpec) -> Route:
-    """The route of ``spec``.
+@lru_cache(maxsize=1024)
+def choose(spec: DecodeSpec, wants: Wants) -> Choice:
+    """The first route that takes ``spec``, or the named one; worked out once for each."""
+    chosen: Route | None = None
+    against: dict[str, list[str]] = {}
+    for route in ROUTES:
+        reasons = route.reasons(spec, wants)
+        if not reasons and _passed_over(route, wants):
+            reasons = [f"it takes this; ask for it by name: AscendBackend(route={route.name!r})"]
+        if not reasons and chosen is not None:
+            reasons = [f"it takes this too; {chosen.name} comes first"]
+        if reasons:
+            against[route.name] = reasons
+        elif chosen is None:
+            chosen = route
+    return Choice(chosen, against, [] if chosen else _nearest(spec, wants))
 
-    A paged NHD pool is the operator's 3-D cache, an HND pool its 4-D one, and a dense cache a 3-D
-    one whose table counts up. Several queries share a row where the documentation of layout TND
-    covers the call, else each is a row.
-    """
+
+def _passed_over(route: Route, wants: Wants) -> bool:
+    return route.asked if wants.route is None else route.name != wants.route
+
+
+def _nearest(spec: DecodeSpec, wants: Wants) -> list[str]:
+    """Reasons of the named route, else of the first one that is of the spec's kind."""
+    if wants.route is not None:
+        return route_named(wants.route).reasons(spec, wants)
+    absorbed = not FIA_MLA.structural(spec)
+    kind = [FIA_MLA] if absorbed else [FIA_TND] if spec.layout is Layout.PACKED else [FIA_ROWS]
+    if not wants.needs_lse:
+        fitting = [route for route in ROUTES if not route.structural(spec)]
+        kind = sorted(fitting, key=lambda route: route.state) or kind
+    reasons = kind[0].reasons(spec, wants)
     if spec.layout is Layout.PACKED:
-        return Route("TND", True, False, "FIA v2, TND, keys one request after the other")
-    single = "BNSD" if spec.layout is Layout.HND else "BSND"
-    form = {
-        Layout.NHD: "3-D cache [pages, P, K*D]",
-        Layout.HND: "4-D cache [pages, K, P, D]",
-        Layout.BSND: "dense cache, or its 3-D page view",
-        Layout.BNSD: "dense cache, or its 3-D page view with a request per kv head",
-    }[spec.layout]
-    paged = spec.page_size is None or spec.page_size % limit("page_multiple_many").number == 0
-    shares = spec.num_queries > 1 and paged and not _tnd_refusals(spec)
-    call = "FIA v2, TND" if shares else f"FIA v1, {single}"
-    rows = "queries of a request share rows" if shares else "one query per row"
-    return Route(single, shares, spec.layout is Layout.BNSD, f"{call}, {form}, {rows}")
-
-
-def _tnd_refusals(spec: DecodeSpec) -> list[str]:
-    """What the documentation of layout TND does not cover of ``spec``."""
-    found = []
-    if spec.dtype is not torch.bfloat16:
-        found.append(
-            f"dtype {dtype_name(spec.dtype)}: layout TND takes bfloat16 (torch documentation of "
-            "FIA v2, TND section)"
-        )
-    if spec.head_dim not in limit("tnd_head_dims").choices:
-        found.append(_exceeded("head_dim", spec.head_dim, limit("tnd_head_dims")))
-    return found
-
-
-def operator_refusals(spec: DecodeSpec) -> list[str]:
-    """Every documented limit that ``spec`` exceeds, with the value, the limit's sentence and what
-    to do.
-    """
-    found = []
-    if spec.head_dim % limit("head_dim_multiple").number:
-        found.append(
-            _exceeded("head_dim", spec.head_dim, limit("head_dim_multiple"), "pad the heads")
-        )
-    if spec.head_dim > limit("head_dim_max").number:
-        found.append(_exceeded("head_dim", spec.head_dim, limit("head_dim_max")))
-    if spec.layout is Layout.PACKED:
-        found += [
-            f"packed cache: {reason}; use a dense or paged cache" for reason in _tnd_refusals(spec)
-        ]
-    if spec.num_q_heads > limit("heads_max").number:
-        found.append(
-            _exceeded("num_q_heads", spec.num_q_heads, limit("heads_max"), "shard the heads")
-        )
-    if spec.group > limit("group_max").number:
-        found.append(
-            _exceeded("query heads per kv head", spec.group, limit("group_max"), "shard the heads")
-        )
-    if spec.page_size is not None:
-        found += _page_refusals(spec, spec.page_size)
-    return found
-
-
-def _page_refusals(spec: DecodeSpec, page: int) -> list[str]:
-    found = []
-    for name in ("page_multiple", "page_max"):
-        allowed = limit(name)
-        if page % allowed.number if name == "page_multiple" else page > allowed.number:
-            found.append(_exceeded("page_size", page, allowed, "use pages of 128 tokens"))
-    row = spec.num_kv_heads * spec.head_dim
-    if spec.layout is Layout.NHD and row > limit("cache_row_max").number:
-        found.append(
-            _exceeded("kv heads x head_dim", row, limit("cache_row_max"), "use layout HND")
-        )
-    return found
-
-
-def _exceeded(name: str, value: int, allowed: Limit, remedy: str | None = None) -> str:
-    advice = f"; {remedy}" if remedy else ""
-    return f"{name} {value}: {allowed.says} ({allowed.source}){advice}"
+        return [f"packed cache: {reason}; use a dense or paged cache" for reason in reasons]
+    return reasons
 
 
 def page_warning(page: int) -> str | None:
     """Why a page size is doubtful although it is documented, or None."""
-    proven = limit("page_proven")
-    if page == proven.number:
-        return None
-    advice = "compare with `splitkv parity` before relying on it"
-    return f"page size {page}: {proven.says} ({proven.source}); {advice}"
+    found = doubts(Facts(operator=FIA_ROWS.operator, page_size=page))
+    return found[0].replace("page_size", "page size", 1) if found else None

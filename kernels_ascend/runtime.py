@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-_WITHOUT_LSE = ("Ascend310",)
+from splitkv.kernels_ascend.soc import Soc, soc_of
 
 
 def operators() -> ModuleType:
@@ -37,10 +37,11 @@ def missing() -> str | None:
     name = device_name()
     if name is None:
         return "torch_npu is loaded but sees no NPU; check the driver and ASCEND_RT_VISIBLE_DEVICES"
-    if name.startswith(_WITHOUT_LSE):
+    if soc_of(name) is None:
+        known = ", ".join(f"Ascend{soc.value}*" for soc in Soc)
         return (
-            f"{name} has no fused-infer attention operator, and no other operator there returns an "
-            "LSE; use a 910B or newer"
+            f"{name} is of no generation whose limits are known here ({known}); to take it for one "
+            "of them call AscendBackend(soc=...) itself"
         )
     return None
 

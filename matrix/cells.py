@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from splitkv.backends.ascend import AscendBackend
 from splitkv.backends.base import Backend
 from splitkv.common.spec import DecodeSpec, Feature, Layout
 from splitkv.common.support import IntSet, No, Support, dtype_name
+from splitkv.kernels_ascend.routes import ROUTES
+from splitkv.kernels_ascend.soc import Soc, soc_of
 from splitkv.matrix.case import Case
 from splitkv.matrix.evidence import Evidence, Kind, Run
 from splitkv.matrix.parity import Outcome, refusals
@@ -126,6 +129,57 @@ def routes(backend: Backend, cases: Sequence[Case]) -> tuple[Row, ...]:
     return tuple(_route_row(route, named) for route in sorted(set(named.values())))
 
 
+@dataclass(frozen=True, slots=True)
+class RouteCell:
+    """What one route says on one chip: its cell, and how many of the cases it would take there."""
+
+    cell: Cell
+    takes: int
+
+
+def chips(backend: Backend) -> dict[str, Backend]:
+    """The backend decided for each chip generation, by the generation's name; none where its
+    answers do not depend on the chip.
+    """
+    if not isinstance(backend, AscendBackend):
+        return {}
+    return {soc.value: AscendBackend(soc=soc) for soc in Soc}
+
+
+def of_chip(evidence: Iterable[Evidence], chip: str) -> list[Evidence]:
+    """Runs of that chip's devices, or of a stand-in under such a name."""
+    return [entry for entry in evidence if soc_of(entry.device) is Soc(chip)]
+
+
+def chip_routes(
+    chip: str, evidence: Iterable[Evidence], cases: Sequence[Case]
+) -> dict[str, RouteCell]:
+    """Every route of the Ascend backend on one chip, by name.
+
+    A run counts for the route that the backend chose in it; what a route would take besides stands
+    on nothing recorded.
+    """
+    backend, runs = AscendBackend(soc=Soc(chip)), of_chip(evidence, chip)
+    chosen = {case.id: backend.choice(case.spec).route for case in cases}
+    found = {}
+    for route in ROUTES:
+        named = AscendBackend(soc=Soc(chip), route=route.name, needs_lse=route.state)
+        reasons = {case.id: refusals(named, case) for case in cases}
+        takes = sum(not given for given in reasons.values())
+        if not takes:
+            kind = [case.id for case in cases if not route.structural(case.spec)]
+            nearest = min((reasons[case_id] for case_id in kind or reasons), key=len)
+            no = Cell(Word.NO, sentence="every case is refused: " + "; ".join(nearest))
+            found[route.name] = RouteCell(no, 0)
+            continue
+        served = {case.id for case in cases if chosen[case.id] is route}
+        row = _served_row(route.name, served)
+        serves = served & {case_id for case_id, given in reasons.items() if not given}
+        said = cell(row, backend, runs, cases) if serves else Cell(Word.DECLARED)
+        found[route.name] = RouteCell(said, takes)
+    return found
+
+
 def cell(row: Row, backend: Backend, evidence: Iterable[Evidence], cases: Sequence[Case]) -> Cell:
     """What the matrix says of ``backend``; runs of a case that has changed since do not count."""
     if (sentence := row.against(backend.support)) is not None:
@@ -193,6 +247,10 @@ def _axis_row(axis: Axis, key: tuple[Any, ...], spec: DecodeSpec) -> Row:
         lambda case: axis.key(case.spec) == key,
         lambda support: axis.against(support, spec),
     )
+
+
+def _served_row(title: str, served: set[str]) -> Row:
+    return Row(title, lambda case: case.id in served, lambda support: None)
 
 
 def _route_row(route: str, named: Mapping[str, str]) -> Row:

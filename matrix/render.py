@@ -7,7 +7,20 @@ import yaml
 from splitkv.backends.base import Backend
 from splitkv.common.support import Support, dtype_name
 from splitkv.matrix.case import Case
-from splitkv.matrix.cells import Cell, Row, Standing, Word, cell, current_runs, routes, tables
+from splitkv.matrix.cells import (
+    Cell,
+    RouteCell,
+    Row,
+    Standing,
+    Word,
+    cell,
+    chip_routes,
+    chips,
+    current_runs,
+    of_chip,
+    routes,
+    tables,
+)
 from splitkv.matrix.evidence import Evidence, Kind
 from splitkv.matrix.parity import Outcome, refusals
 
@@ -45,6 +58,7 @@ def support_page(
     for backend in backends:
         if rows := routes(backend, cases):
             parts.append(_table(f"Route of `{backend.name}`", rows, [backend], evidence, cases))
+        parts += _chip_tables(backend, evidence, cases)
     parts.append("## Declared ranges\n\n" + _ranges(backends))
     parts.append("## Runs\n\n" + _runs(evidence, cases, sources))
     for backend in backends:
@@ -90,6 +104,11 @@ def support_data(
                 for row in routes(backend, cases)
             }
             for backend in backends
+        },
+        "chips": {
+            backend.name: {chip: _chip_fields(chip, one, evidence, cases) for chip, one in found}
+            for backend in backends
+            if (found := list(chips(backend).items()))
         },
         "runs": [_run_fields(entry, cases, sources) for entry in evidence],
     }
@@ -155,6 +174,53 @@ def _table(
         cells = [cell(row, backend, evidence, cases) for backend in backends]
         lines.append([row.title, *map(cell_text, cells)])
     return f"## {title}\n\n" + _markdown(lines)
+
+
+def _chip_tables(
+    backend: Backend, evidence: Sequence[Evidence], cases: Sequence[Case]
+) -> list[str]:
+    """The features and the routes of a backend whose answers depend on the chip, chip by chip."""
+    by_chip = chips(backend)
+    if not by_chip:
+        return []
+    head = [f"Chip: features of `{backend.name}`", *by_chip]
+    lines = [head]
+    for row in tables(cases)["Feature"]:
+        found = (cell(row, one, of_chip(evidence, chip), cases) for chip, one in by_chip.items())
+        lines.append([row.title, *map(cell_text, found)])
+    features = f"## {head[0]}\n\n" + _markdown(lines)
+    head = [f"Chip: routes of `{backend.name}`", *by_chip]
+    columns = [chip_routes(chip, evidence, cases) for chip in by_chip]
+    lines = [head]
+    lines += [
+        [name, *(_route_text(column[name], cases) for column in columns)] for name in columns[0]
+    ]
+    return [features, f"## {head[0]}\n\n{_ROUTES_NOTE}\n" + _markdown(lines)]
+
+
+_ROUTES_NOTE = """\
+What a route takes of the cases, were it the only one; runs count for the route that was chosen in
+them. `splitkv explain --soc` says why a route is not chosen.
+"""
+
+
+def _route_text(found: RouteCell, cases: Sequence[Case]) -> str:
+    text = cell_text(found.cell)
+    return f"{text}; takes {found.takes} of {len(cases)} cases" if found.takes else text
+
+
+def _chip_fields(
+    chip: str, backend: Backend, evidence: Sequence[Evidence], cases: Sequence[Case]
+) -> dict[str, object]:
+    runs = of_chip(evidence, chip)
+    features = {
+        row.title: _cell_fields(cell(row, backend, runs, cases)) for row in tables(cases)["Feature"]
+    }
+    routes = {
+        name: {**_cell_fields(found.cell), "takes": found.takes}
+        for name, found in chip_routes(chip, evidence, cases).items()
+    }
+    return {"features": features, "routes": routes}
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -48,6 +48,7 @@ def battery() -> list[str]:
         ("BNSD", [300, 0, 520], {}, {}),
         ("BNSD", [300, 0, 520], {}, {"num_splits": 2}),
         ("packed", [300, 0, 520], {"sliding_window": 100, "queries": 2}, {}),
+        ("packed", [300, 0, 520], {"D": 64, "queries": 2}, {}),
     ):
         call = make_call(layout, lengths, **fields)
         try:

@@ -16,11 +16,12 @@ import torch
 
 import splitkv
 from ascend_calls import LAYOUTS, decode, make_call, on_npu
+from splitkv.backends.ascend import AscendBackend
 from splitkv.backends.registry import backend_named, explain, reasons
 from splitkv.common.spec import DecodeSpec, Feature, Layout, ScaleKind
-from splitkv.kernels_ascend import runtime, standin
+from splitkv.kernels_ascend import attention, checks, prepare, runtime, standin, whole
 from splitkv.kernels_ascend.limits import Limit, limit, limits
-from splitkv.kernels_ascend.routes import operator_refusals, page_warning
+from splitkv.kernels_ascend.routes import FIA_ROWS, Choice, page_warning
 
 ASCEND = backend_named("ascend")
 
@@ -59,11 +60,12 @@ REFUSED = {
     "mask": ({"attn_mask": True}, "boolean mask (trees): an explicit mask enters as a score"),
     "Dv": (
         {"head_dim_v": 64},
-        "value head dim other than the key's: key and value have one head dim",
+        "head_dim_v 64: key and value have one head dim outside of the 192/128 prefill",
     ),
     "float32": (
         {"dtype": torch.float32},
-        "dtype float32 is not one of float16, bfloat16; convert or choose another backend",
+        "dtype float32: unquantised query, key and value are float16 or bfloat16 (torch "
+        "documentation of FIA (4.1)); convert or choose another backend",
     ),
     "mixed dtypes": (
         {"dtype": torch.float16, "kv_dtype": torch.bfloat16},
@@ -90,7 +92,7 @@ REFUSED = {
     "page of 24": (
         {"page_size": 24},
         "page_size 24: with one query per row a page is a multiple of 16 tokens "
-        "(torch documentation of FIA (4.1)); use pages of 128 tokens",
+        "(torch documentation of FIA (4.1, 4.4; sglang 25169)); use pages of 128 tokens",
     ),
     "page of 1": (
         {"page_size": 1},
@@ -110,8 +112,7 @@ def test_refused_specs_say_why(name: str) -> None:
     spec = make_spec(**fields)
     found = ASCEND.refusals(spec)
     assert found[0].startswith(words)
-    cache_follows = ["kv_dtype float32 is not one of"] if name == "float32" else []
-    assert len(found) == 1 + len(cache_follows), found
+    assert len(found) == 1, found
     assert explain(spec, "npu")["ascend"] == found
     with pytest.raises(splitkv.UnsupportedError) as refusal:
         splitkv.select(spec, "npu", "ascend")
@@ -127,22 +128,24 @@ def test_every_reason_is_given_at_once() -> None:
         "head_dim 520: the",
     )
     found = ASCEND.refusals(spec)
-    assert len(found) == 6  # the cache has the query's float32
+    assert len(found) == 5
     for start in (*words, "page_size 24"):
         assert any(reason.startswith(start) for reason in found)
 
 
 def test_a_packed_cache_is_taken_as_far_as_tnd_is_documented() -> None:
     for D in (128, 192):
-        assert ASCEND.refusals(make_spec("packed", head_dim=D)) == []
-    found = ASCEND.refusals(make_spec("packed", head_dim=64, dtype=torch.float16))
-    assert found == [
-        "packed cache: dtype float16: layout TND takes bfloat16 (torch documentation of FIA v2, "
-        "TND section); use a dense or paged cache",
-        "packed cache: head_dim 64: layout TND takes head dims 128 and 192; sources and newer CANN "
-        "take more (64, and up to 256 without a 4-D cache) (torch documentation of FIA v2, TND "
-        "section (4.1, 4.2)); use a dense or paged cache",
+        assert ASCEND.choice(make_spec("packed", head_dim=D)).route.name == "fia-tnd"
+    spec = make_spec("packed", head_dim=64, dtype=torch.float16)
+    assert ASCEND.choice(spec).route.name == "fusion"
+    assert AscendBackend(route="fia-tnd").refusals(spec) == [
+        "dtype float16: layout TND takes bfloat16; sources take float16 too (torch documentation "
+        "of FIA v2, TND section; vllm-ascend converts for it (4.2, 7.1))",
+        "head_dim 64: layout TND takes head dims 128 and 192; sources and newer CANN take more "
+        "(64, and up to 256 without a 4-D cache) (torch documentation of FIA v2, TND section "
+        "(4.1, 4.2))",
     ]
+    assert AscendBackend(route="fia-tnd", strict=False).refusals(spec) == []
 
 
 def test_wide_rows_are_fine_by_head() -> None:
@@ -156,15 +159,15 @@ def test_wide_rows_are_fine_by_head() -> None:
 def test_declared_ranges_are_the_documented_limits() -> None:
     """``Support`` states numbers that the matrix reads; they must be those of limits.yaml."""
     support = ASCEND.support
-    for D in range(1, 600):
-        refused = bool(operator_refusals(make_spec(head_dim=D)))
-        assert (D in support.head_dim) == (not refused)
+    for D in range(1, 800):
+        assert (D in support.head_dim) == (not ASCEND.refusals(make_spec("BSND", head_dim=D)))
+        v = make_spec("BSND", head_dim=768, head_dim_v=D)
+        assert (D in support.head_dim_v) == (not ASCEND.refusals(v))
     for page in range(1, 1100):
-        refused = bool(operator_refusals(make_spec(page_size=page)))
-        assert (page in support.page_size) == (not refused)
-    for group in range(1, 100):
-        refused = bool(operator_refusals(make_spec(num_q_heads=group, num_kv_heads=1)))
-        assert (group in support.group) == (not refused)
+        assert (page in support.page_size) == (not ASCEND.refusals(make_spec(page_size=page)))
+    for group in range(1, 300):
+        spec = make_spec("BSND", num_q_heads=group, num_kv_heads=1)
+        assert (group in support.group) == (not ASCEND.refusals(spec))
 
 
 @contextmanager
@@ -172,6 +175,10 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The backend without its own refusals: whatever comes goes to the operator."""
     with monkeypatch.context() as patch:
         patch.setattr(type(ASCEND), "refusals", lambda self, spec: [])
+        for module in (attention, checks, prepare, whole):
+            chosen = Choice(FIA_ROWS, {}, [])
+            patch.setattr(module, "choose", lambda spec, wants, chosen=chosen: chosen)
+        patch.setattr(checks, "violations", lambda facts, strict: [])
         yield
 
 
@@ -202,12 +209,20 @@ def test_what_is_refused_here_the_operator_refuses_too(
 
 
 @pytest.mark.parametrize(
-    ("D", "Dv", "taken"),
-    [(128, 128, True), (192, 128, False), (192, 192, True), (96, 96, False), (80, 80, False)],
+    ("D", "Dv", "route"),
+    [
+        (128, 128, "fia-tnd"),
+        (192, 128, "fusion"),
+        (192, 192, "fia-tnd"),
+        (96, 96, "fusion"),
+        (96, 128, None),
+    ],
 )
-def test_head_dim_pairs_of_a_packed_cache(D: int, Dv: int, taken: bool) -> None:
+def test_head_dim_pairs_of_a_packed_cache(D: int, Dv: int, route: str | None) -> None:
     spec = make_spec("packed", num_q_heads=16, num_kv_heads=4, head_dim=D, head_dim_v=Dv)
-    assert (ASCEND.refusals(spec) == []) == taken
+    chosen = ASCEND.choice(spec).route
+    assert (None if chosen is None else chosen.name) == route
+    assert bool(ASCEND.refusals(spec)) == (route is None)
 
 
 @pytest.mark.parametrize("page", [1, 8, 16, 32, 64, 128, 256])
@@ -238,19 +253,27 @@ def test_limits_are_typed_and_have_sources() -> None:
         assert isinstance(entry, Limit)
         assert entry.name == name
         assert entry.source
-        assert all(
-            value > 0
-            for value in (entry.choices if isinstance(entry.value, tuple) else [entry.number])
-        )
+        assert entry.says
+
+
+GOOD = {"operators": ["npu_attention_update"], "of": "shards", "says": "b", "source": "c"}
 
 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"value": 1}, "must have exactly"),
-        ({"value": 1.5, "unit": "a", "says": "b", "source": "c"}, "must be an integer or a list"),
-        ({"value": True, "unit": "a", "says": "b", "source": "c"}, "must be an integer or a list"),
-        ({"value": 1, "unit": "a", "says": "", "source": "c"}, "needs texts"),
+        ({"max": 1}, "must have"),
+        ({**GOOD, "max": 1, "colour": 2}, "of the rest only"),
+        (GOOD, "must have exactly one rule"),
+        ({**GOOD, "max": 1, "min": 1}, "must have exactly one rule"),
+        ({**GOOD, "max": True}, "of another kind"),
+        ({**GOOD, "max": [1]}, "of another kind"),
+        ({**GOOD, "one_of": 1}, "of another kind"),
+        ({**GOOD, "same_as": "nothing"}, "of another kind"),
+        ({**GOOD, "max": 1, "of": "nothing"}, "must be a field of Facts"),
+        ({**GOOD, "max": 1, "says": ""}, "needs texts"),
+        ({**GOOD, "max": 1, "when": {"nothing": {"max": 1}}}, "unknown facts"),
+        ({**GOOD, "max": 1, "socs": ["910A"]}, "not a valid Soc"),
     ],
 )
 def test_malformed_limits_are_refused(entry: dict[str, object], words: str) -> None:
@@ -313,9 +336,8 @@ def limited(monkeypatch: pytest.MonkeyPatch, **values: int) -> Iterator[None]:
     """Smaller limits, so that small calls reach them."""
     changed = {name: replace(limit(name), value=value) for name, value in values.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "splitkv.kernels_ascend.prepare.limit", lambda name: changed.get(name, limits()[name])
-        )
+        known = {**limits(), **changed}
+        patch.setattr("splitkv.kernels_ascend.limits.limits", lambda: known)
         yield
 
 
@@ -323,19 +345,19 @@ def test_too_many_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     single, several = make_call("NHD", [600, 600]), make_call("NHD", [600, 600], queries=2)
     with limited(monkeypatch, rows_max=4, rows_tnd_max=8, tnd_tokens_max=10):
         decode(single, num_splits=2)
-        with pytest.raises(splitkv.UnsupportedError, match=r"6 rows in BSND: .* use fewer splits"):
+        with pytest.raises(splitkv.UnsupportedError, match=r"rows 6: .* use fewer splits"):
             decode(single, num_splits=3)
         decode(several)
         with pytest.raises(splitkv.UnsupportedError) as refusal:
             decode(several, num_splits=3)
     # each request: two shared splits of two queries, and the last split once per query
-    assert "12 queries in TND: layout TND takes at most" in str(refusal.value)
-    assert "rows in TND" not in str(refusal.value)
+    assert "tokens 12: layout TND takes at most" in str(refusal.value)
+    assert "rows " not in str(refusal.value).replace("1 rows", "")
 
 
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [("NHD", "300 keys in BSND"), ("BSND", "T 640"), ("packed", "300 keys in TND")],
+    [("NHD", "keys 300"), ("BSND", "T 640"), ("packed", "keys 300")],
 )
 def test_too_long_rows_are_refused_unless_cut(
     layout: str, words: str, monkeypatch: pytest.MonkeyPatch
@@ -424,7 +446,18 @@ def test_profiles_go_by_device_name(
 
 def test_a_310p_has_no_operator_with_an_lse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.npu, "get_device_name", lambda: "Ascend310P3")
-    assert "Ascend310P3 has no fused-infer attention operator" in (ASCEND.missing() or "")
+    assert ASCEND.missing() is None
+    (reason,) = ASCEND.refusals(make_spec("BSND", dtype=torch.float16))
+    assert reason.startswith("Ascend 310P has no npu_fused_infer_attention_score, only 910B")
+    taker = AscendBackend(needs_lse=False)
+    assert taker.choice(make_spec("BSND", dtype=torch.float16)).route.name == "incre"
+    (reason,) = taker.refusals(make_spec("BSND"))
+    assert reason.startswith("dtype bfloat16: on 310P float16 only")
+
+
+def test_an_unknown_generation_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.npu, "get_device_name", lambda: "Ascend1000X")
+    assert "Ascend1000X is of no generation whose limits are known" in (ASCEND.missing() or "")
 
 
 def test_torch_npu_is_loaded_by_nobody_but_the_kernels() -> None:

@@ -41,8 +41,11 @@ def test_every_quirk_has_its_line_its_contract_test_and_its_naive_test() -> None
 
 def test_schemas_parse_and_refuse_unknown_keywords(torch_npu: ModuleType) -> None:
     for name, schema in SCHEMAS.items():
-        assert torch._C.parse_schema(f"npu::{schema}").name == f"npu::{name}"
-        operator: Callable[..., object] = getattr(torch_npu, name)
+        parsed = torch._C.parse_schema(f"npu::{schema}")
+        packet, _, overload = name.partition(".")
+        assert (parsed.name, parsed.overload_name) == (f"npu::{packet}", overload)
+        operator: Callable[..., object] = getattr(torch_npu, packet)
+        operator = getattr(operator, overload) if overload else operator
         with pytest.raises(RuntimeError, match=r"Unknown keyword argument|missing value"):
             operator(no_such_keyword=1)
 

@@ -26,6 +26,28 @@ def check(call: FusedCall) -> None:
     _check_inner_precise(call)
     if call.sink is not None:
         _check_sink(call)
+    if call.query_rope is not None or call.key_rope is not None:
+        _check_rope(call)
+
+
+def _check_rope(call: FusedCall) -> None:
+    """Absorbed MLA only: D 512, rope 64, one kv head, values are the latent."""
+    query, key = call.query_rope, call.key_rope
+    if query is None or key is None:
+        call.refuse("query_rope and key_rope go together")
+    if call.layout == "BSH" or call.packed:
+        raise StandinGapError(f"{call.operator}: the stand-in models rope in BSND and BNSD only")
+    wanted = (*call.query.shape[:-1], 64), (*call.key.shape[:-1], 64)
+    if (tuple(query.shape), tuple(key.shape)) != wanted:
+        call.refuse(f"rope parts {list(query.shape)}, {list(key.shape)} are not {wanted}")
+    if not (query.is_contiguous() and key.is_contiguous()):
+        call.refuse("query_rope or key_rope is not contiguous")
+    if call.query.shape[-1] != 512 or call.num_kv_heads != 1:
+        call.refuse(f"rope goes with D 512 and 1 kv head, got {call.query.shape[-1]}")
+    if call.num_heads not in (1, 2, 4, 8, 16, 32, 64, 128):  # quirk: mla-heads
+        call.refuse(f"num_heads {call.num_heads} is no power of two up to 128")
+    if call.value.data_ptr() != call.key.data_ptr():
+        raise StandinGapError(f"{call.operator}: the stand-in wants the latent for key and value")
 
 
 def max_queries(call: FusedCall) -> int:
@@ -68,7 +90,7 @@ def _check_heads(call: FusedCall) -> None:
     heads, kv_heads = call.num_heads, call.num_kv_heads
     if not 0 < heads <= MAX_HEADS or kv_heads <= 0 or heads % kv_heads:
         call.refuse(f"num_heads {heads} and num_key_value_heads {kv_heads} do not fit together")
-    if heads // kv_heads > MAX_GROUP:  # quirk: group-64
+    if heads // kv_heads > MAX_GROUP and call.query_rope is None:  # quirk: group-64
         call.refuse(
             f"num_heads / num_key_value_heads is {heads // kv_heads}, the limit is {MAX_GROUP}"
         )

@@ -62,8 +62,28 @@ _MATMULS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 # torch makes these by resizing an empty tensor, which a wrapper cannot follow
 _RESIZING_FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "randperm")
 
+HOST_ARGUMENTS = frozenset({"npu::_npu_paged_attention"})
+"""Operators that take a length tensor in host memory."""
+
 _recorders: list[list[Call]] = []
-_state = SimpleNamespace(named=False, available=False, registrations=[])
+_state = SimpleNamespace(named=False, available=False, registrations=[], tape=None)
+
+
+@dataclass(slots=True)
+class Taped:
+    """One operator of a captured graph: what runs it again, and the CPU tensors that it fills."""
+
+    name: str
+    arguments: dict[str, Any]
+    run: Callable[[], Any]
+    filled: list[torch.Tensor]
+
+    def replay(self) -> None:
+        """Run it on what its inputs hold now."""
+        found = pytree.tree_leaves(self.run())
+        for target, value in zip(self.filled, found, strict=True):
+            if isinstance(value, torch.Tensor) and value.data_ptr() != target.data_ptr():
+                target.copy_(value)
 
 
 class NpuTensor(torch.Tensor):
@@ -142,7 +162,7 @@ class _DeviceModule:
 
     @staticmethod
     def is_current_stream_capturing() -> bool:
-        return False
+        return _state.tape is not None
 
     @staticmethod
     def get_device_name(device: Any = None) -> str:
@@ -208,7 +228,29 @@ def recording() -> Iterator[list[Call]]:
         _recorders.remove(calls)
 
 
+@contextmanager
+def taping(tape: list[Taped]) -> Iterator[None]:
+    """Capture: the operators inside the block run once and are written down."""
+    _state.tape = tape
+    try:
+        yield
+    finally:
+        _state.tape = None
+
+
+def _tape(name: str, arguments: dict[str, Any], run: Callable[[], Any], out: Any) -> None:
+    if _state.tape is not None:
+        filled = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        _state.tape.append(Taped(name, arguments, run, filled))
+
+
+def _check_capture(waits: bool) -> None:
+    if waits and _state.tape is not None:  # quirk: capture-no-wait
+        raise RuntimeError("107027: Not allow to synchronize captured-stream")
+
+
 def _record(name: str, arguments: Mapping[str, Any]) -> None:
+    _check_capture(Call(name, {}).syncs)
     for calls in _recorders:
         calls.append(Call(name, arguments))
 
@@ -231,11 +273,14 @@ def _unwrap(value: Any) -> Any:
 def _copy_from(
     source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
+    _check_capture(not isinstance(source, NpuTensor))
     _unwrap(target).copy_(_unwrap(source))
     return target
 
 
 def _check_one_device(name: str, leaves: list[Any]) -> None:
+    if name in HOST_ARGUMENTS:
+        leaves = _without_host_lengths(name, leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if name in _CROSSES_DEVICES or not any(isinstance(tensor, NpuTensor) for tensor in tensors):
         return
@@ -245,6 +290,17 @@ def _check_one_device(name: str, leaves: list[Any]) -> None:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"npu:0 and {tensor.device}! ({name}; copy it to the NPU first)"
             )
+
+
+def _without_host_lengths(name: str, leaves: list[Any]) -> list[Any]:
+    """The leaves but for an int32 list in host memory, which some operators want there."""
+    lists = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 1]
+    if any(isinstance(leaf, NpuTensor) for leaf in lists):  # quirk: atb-lengths-on-host
+        raise RuntimeError(
+            f"561002: {name.removeprefix('npu::')}: context_lens is on the NPU, tensor.hostData is "
+            "null"
+        )
+    return [leaf for leaf in leaves if not any(leaf is one for one in lists)]
 
 
 def _check_computable(name: str, leaves: list[Any]) -> None:
@@ -267,14 +323,17 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[s
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     overload = func._schema.overload_name
-    name = func._schema.name + (f".{overload}" if overload == "Tensor" else "")
+    named = overload == "Tensor" or (overload == "out" and func.namespace == "npu")
+    name = func._schema.name + (f".{overload}" if named else "")
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     _check_one_device(name, leaves)
     _check_computable(name, leaves)
     if name in kernels:
         arguments = _bind(func, args, kwargs)
         _record(name, arguments)
-        out = kernels[name](pytree.tree_map(_unwrap, arguments))
+        raw = pytree.tree_map(_unwrap, arguments)
+        out = kernels[name](raw)
+        _tape(name, raw, lambda: kernels[name](raw), out)
         return pytree.tree_map(lambda value: _wrap(value, {}), out)
     return _run_on_host(func, name, args, dict(kwargs), leaves)
 
@@ -291,7 +350,12 @@ def _run_on_host(
         kwargs.pop("pin_memory", None)
     to_host = bool(on_npu) and wanted is not None and wanted.type != "npu"
     _record("device to host" if to_host else name, {})
-    out = func(*pytree.tree_map(_unwrap, args), **pytree.tree_map(_unwrap, kwargs))
+    sources = [leaf for leaf in leaves[1:2] if isinstance(leaf, torch.Tensor)]
+    crosses = any(not isinstance(source, NpuTensor) for source in sources)
+    _check_capture(name == "aten::copy_" and crosses)
+    raw_args, raw_kwargs = pytree.tree_map(_unwrap, (args, kwargs))
+    out = func(*raw_args, **raw_kwargs)
+    _tape(name, {}, lambda: func(*raw_args, **raw_kwargs), out)
     if to_host:
         # a cast that changes nothing must still be a copy: host memory is not device memory
         return out.clone() if any(out is tensor.raw for tensor in on_npu) else out

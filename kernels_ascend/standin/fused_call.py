@@ -44,6 +44,8 @@ class FusedCall:
     block_size: int
     inner_precise: int
     sink: Tensor | None
+    query_rope: Tensor | None
+    key_rope: Tensor | None
     returns_lse: bool
 
     @property
@@ -60,9 +62,9 @@ class FusedCall:
 
     @property
     def legacy(self) -> bool:
-        """Whether this call takes the path that stems from the incremental operator (rope and D !=
-        Dv are not modelled).
-        """
+        """Whether this call takes the path that stems from the incremental operator."""
+        if self.query_rope is not None:  # quirk: rope-not-legacy
+            return False
         return self.layout in ("BSH", "BSND", "BNSD") and self.padded_query().shape[1] == 1
 
     @property
@@ -127,7 +129,21 @@ def from_incre(given: Mapping[str, Any]) -> FusedCall:
     )
 
 
+def from_prompt(given: Mapping[str, Any]) -> FusedCall:
+    """From npu_prompt_flash_attention's arguments."""
+    return _build(
+        "npu_prompt_flash_attention",
+        {**given, "block_table": None, "block_size": 0, "inner_precise": 0},
+        query_lens="actual_seq_lengths",
+        kv_lens="actual_seq_lengths_kv",
+        num_heads="num_heads",
+        scale="scale_value",
+        returns_lse=None,  # quirk: prompt-no-lse
+    )
+
+
 _SAME_NAME = (
+    "query_rope", "key_rope",
     "query", "key", "value", "atten_mask", "block_table", "num_key_value_heads", "pre_tokens",
     "next_tokens", "input_layout", "sparse_mode", "block_size", "inner_precise", "learnable_sink",
 )  # fmt: skip
@@ -165,12 +181,14 @@ def _build(operator: str, given: Mapping[str, Any], **names: str | None) -> Fuse
         num_kv_heads=given["num_key_value_heads"] or num_heads,  # quirk: num-kv-heads-default
         scale=take("scale"),
         pre_tokens=given.get("pre_tokens", UNLIMITED),
-        next_tokens=given.get("next_tokens", UNLIMITED),
+        next_tokens=given.get("next_tokens", UNLIMITED),  # quirk: prompt-next-default
         layout=layout,
         sparse_mode=given.get("sparse_mode", 0),
         block_size=given["block_size"],
         inner_precise=given["inner_precise"],
         sink=given.get("learnable_sink"),
+        query_rope=given.get("query_rope"),
+        key_rope=given.get("key_rope"),
         returns_lse=bool(take("returns_lse")),
     )
 

@@ -4,14 +4,21 @@ their ways of saying "nothing".
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitkv.kernels_ascend.standin.checks import batch_size, check, head_dims
-from splitkv.kernels_ascend.standin.fused_call import FusedCall, from_incre, from_v1, from_v2
+from splitkv.kernels_ascend.standin.fused_call import (
+    PADDED_LAYOUTS,
+    FusedCall,
+    from_incre,
+    from_prompt,
+    from_v1,
+    from_v2,
+)
 
 NOTHING = math.inf
 """LSE of a row that attended to nothing: the kernels' literal 3e+99 becomes +inf in float32."""
@@ -50,8 +57,17 @@ def incre(given: Mapping[str, Any]) -> Tensor:
     return _fused_infer(call)[0]
 
 
+def prompt(given: Mapping[str, Any]) -> Tensor:
+    """npu_prompt_flash_attention: many queries over dense keys, no LSE."""
+    call = from_prompt(given)
+    if call.layout not in PADDED_LAYOUTS:
+        call.refuse(f"input_layout {call.layout!r} is not one of {tuple(PADDED_LAYOUTS)}")
+    return _fused_infer(call)[0]
+
+
 def _fused_infer(call: FusedCall) -> tuple[Tensor, Tensor]:
     check(call)
+    call = _with_rope(call)
     query = call.packed_query() if call.packed else call.padded_query()
     v_dim = head_dims(call)[2] if call.key.numel() else query.shape[-1]
     out = query.new_zeros((*query.shape[:-1], v_dim))
@@ -63,6 +79,21 @@ def _fused_infer(call: FusedCall) -> tuple[Tensor, Tensor]:
             out_row, lse[where] = _attend(call, row, index)
             out[where] = out_row.to(query.dtype)  # quirk: output-is-rounded
     return _shape_out(call, out), _shape_lse(call, lse)
+
+
+def _with_rope(call: FusedCall) -> FusedCall:
+    """The rope parts behind q and k: the scores are the sum of both products."""
+    if call.query_rope is None or call.key_rope is None:
+        return call
+    query = torch.cat([call.query, call.query_rope], -1)
+    key = call.key
+    if call.paged and key.dim() == 3:
+        key = key.unflatten(-1, (call.num_kv_heads, -1))
+        rope = call.key_rope.unflatten(-1, (call.num_kv_heads, -1))
+        key = torch.cat([key, rope], -1).flatten(2)
+    else:
+        key = torch.cat([key, call.key_rope], -1)
+    return replace(call, query=query, key=key)
 
 
 def _where(call: FusedCall, index: int, queries: int) -> tuple[Any, ...]:

@@ -9,16 +9,27 @@ from typing import Any
 
 import torch
 
-from splitkv.kernels_ascend.standin import device
+from splitkv.kernels_ascend.standin import device, graph
 from splitkv.kernels_ascend.standin.cache_write import reshape_and_cache, scatter_pa_kv_cache
-from splitkv.kernels_ascend.standin.fused_infer import fused_infer_v1, fused_infer_v2, incre
+from splitkv.kernels_ascend.standin.fused_infer import (
+    fused_infer_v1,
+    fused_infer_v2,
+    incre,
+    prompt,
+)
+from splitkv.kernels_ascend.standin.fusion import fusion_attention
+from splitkv.kernels_ascend.standin.paged_attention import paged_attention
 from splitkv.kernels_ascend.standin.schemas import SCHEMAS
 from splitkv.kernels_ascend.standin.update import attention_update
 
 KERNELS: dict[str, device.Kernel] = {
+    **graph.KERNELS,
     "npu_fused_infer_attention_score": fused_infer_v1,
     "npu_fused_infer_attention_score_v2": fused_infer_v2,
     "npu_incre_flash_attention": incre,
+    "npu_prompt_flash_attention": prompt,
+    "npu_fusion_attention": fusion_attention,
+    "_npu_paged_attention": paged_attention,
     "npu_attention_update": attention_update,
     "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "_npu_reshape_and_cache": reshape_and_cache,
@@ -85,10 +96,13 @@ def _module() -> ModuleType:
         "torch_npu", "splitkv's CPU stand-in for torch_npu; none of it is Huawei's code."
     )
     module.__spec__ = ModuleSpec("torch_npu", loader=None)
-    functions = {name: _function(name) for name in KERNELS}
-    module.__dict__.update(
-        SPLITKV_STANDIN=True, __version__="standin", npu=vars(torch)["npu"], **functions
-    )
+    functions = {name: _function(name) for name in KERNELS if not name.endswith(".out")}
+    for name in KERNELS:
+        if name.endswith(".out"):
+            functions[name.removesuffix(".out")].out = _function(name)  # type: ignore[attr-defined]
+    npu = vars(torch)["npu"]
+    npu.NPUGraph, npu.graph = graph.NPUGraph, graph.graph
+    module.__dict__.update(SPLITKV_STANDIN=True, __version__="standin", npu=npu, **functions)
     return module
 
 
@@ -97,7 +111,9 @@ def _function(name: str) -> Callable[..., Any]:
         for keyword, value in kwargs.items():
             if keyword.startswith("actual_"):
                 _check_host(name, keyword, value)
-        return getattr(torch.ops.npu, name)(*args, **kwargs)
+        packet, _, overload = name.partition(".")
+        operator = getattr(torch.ops.npu, packet)
+        return getattr(operator, overload or "default")(*args, **kwargs)
 
     call.__name__ = name
     return call

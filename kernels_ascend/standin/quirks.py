@@ -134,6 +134,54 @@ QUIRKS = {
         "npu_incre_flash_attention returns one tensor, no LSE, and its inner_precise is 1 "
         "unless given (4.4; wheel)"
     ),
+    "rope-not-legacy": (
+        "with query_rope a single query does not take the legacy path: an empty row has LSE +inf, "
+        "and D 512 goes with it (2.2; code GetLegacyIfaFlag)"
+    ),
+    "mla-heads": (
+        "absorbed MLA takes a power of two of query heads up to 128; 12 were refused (4.1, 9 #11; "
+        "doc, issue vllm-ascend 14126)"
+    ),
+    "prompt-no-lse": ("npu_prompt_flash_attention returns one tensor, no LSE (4.5; wheel)"),
+    "prompt-next-default": (
+        "next_tokens of npu_prompt_flash_attention is 0 unless given, so that a band hides what "
+        "comes after each query (4.5; wheel)"
+    ),
+    "atb-unwritten-row": (
+        "_npu_paged_attention skips a request of length 0: its row of out keeps what it held (2.3; "
+        "code paged_attention_decoder_nd_common.cce)"
+    ),
+    "atb-lengths-on-host": (
+        "context_lens of _npu_paged_attention are an int32 tensor in host memory; on the device "
+        "they are refused (4.12; code 'tensor.hostData is null')"
+    ),
+    "fusion-eightfold": (
+        "softmax_max and softmax_sum of npu_fusion_attention have a last dimension of 8 that "
+        "repeats one value (4.6; doc)"
+    ),
+    "fusion-by-head": (
+        "in layout TND these lie by request, then head, then query, unless softmax_layout='TND' "
+        "(4.6; doc)"
+    ),
+    "fusion-lengths-end-at-T": (
+        "the last lengths of layout TND equal the rows of query and key: a batch shorter than its "
+        "tensors is refused or crashes on CANN 9.0 (4.6, 9 #15; issue vllm-ascend 10956)"
+    ),
+    "capture-bakes-lengths": (
+        "host lengths are baked in at capture: a replay computes the captured lengths until "
+        "NPUGraph.update hands over others (5.1, 9 #17; issue, wheel)"
+    ),
+    "capture-update-count": (
+        "NPUGraph.update wants one entry for all recorded operators or one each, and a graph "
+        "captured with auto_dispatch_capture=True (5.3, 9 #19; wheel)"
+    ),
+    "capture-no-wait": (
+        "a copy between host and device during capture is refused (5.8, 9 #11; issue)"
+    ),
+    "out-workspace-unchecked": (
+        "the .out form takes the workspace at its word: one sized for shorter lengths is read and "
+        "written past its end, refused here (4.3; code)"
+    ),
     "update-flat": (
         "npu_attention_update takes flat float32 LSEs [R] and outputs [R, D]; FIA's (B, N, S, "
         "1) LSE and a BSND output flatten in different orders (4.7; doc)"

@@ -1,8 +1,8 @@
 """Operator schemas, word for word as torch_npu 2.14.0 declares them (op-plugin's
 op_plugin_functions.yaml says the same).
 
-The default overloads only: no ``.out`` and no workspace helpers. On a device
-``_npu_reshape_and_cache`` needs the NNAL package besides CANN.
+On a device ``_npu_reshape_and_cache`` and ``_npu_paged_attention`` need the NNAL package besides
+CANN.
 """
 
 SCHEMAS = {
@@ -65,4 +65,34 @@ SCHEMAS = {
         "_npu_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) "
         "value_cache, Tensor slot_indices) -> ()"
     ),
+    "npu_prompt_flash_attention": (
+        "npu_prompt_flash_attention(Tensor query, Tensor key, Tensor value, *, Tensor? "
+        "padding_mask=None, Tensor? atten_mask=None, Tensor? pse_shift=None, int[]? "
+        "actual_seq_lengths=None, Tensor? deq_scale1=None, Tensor? quant_scale1=None, Tensor? "
+        "deq_scale2=None, Tensor? quant_scale2=None, Tensor? quant_offset2=None, int num_heads=1, "
+        "float scale_value=1.0, int pre_tokens=2147483647, int next_tokens=0, str "
+        'input_layout="BSH", int num_key_value_heads=0, int[]? actual_seq_lengths_kv=None, int '
+        "sparse_mode=0) -> Tensor"
+    ),
+    "npu_fusion_attention": (
+        "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str "
+        "input_layout, Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float "
+        "scale=1., float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, "
+        "int inner_precise=0, int[]? prefix=None, int[]? actual_seq_qlen=None, int[]? "
+        "actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, "
+        'str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, int '
+        "offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+    ),
+    "_npu_paged_attention": (
+        "_npu_paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, int "
+        "num_kv_heads, int num_heads, float scale_value, Tensor block_table, Tensor context_lens, "
+        "Tensor(a!) out, *, Tensor? workspace=None) -> ()"
+    ),
 }
+
+for _name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"):
+    _arguments = SCHEMAS[_name].removeprefix(_name).removesuffix(") -> (Tensor, Tensor)")
+    SCHEMAS[f"{_name}.out"] = (
+        f"{_name}.out{_arguments}, Tensor? workspace=None, Tensor[] out) -> (Tensor, Tensor)"
+    )
+    SCHEMAS[f"_{_name}_get_max_workspace"] = f"_{_name}_get_max_workspace{_arguments}) -> Tensor"

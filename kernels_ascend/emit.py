@@ -1,0 +1,122 @@
+"""A spec's operator call as plain Python that imports torch and torch_npu alone, to be copied into
+another engine.
+
+What is printed does what the route does for uncut requests: the reshapes, the host length lists,
+the mask, the operator's own keywords, and the repair of its LSE.
+"""
+
+from collections.abc import Callable
+
+from splitkv.common.spec import DecodeSpec, Layout
+from splitkv.common.support import UnsupportedError
+from splitkv.kernels_ascend.emit_fia import latent, packed, rows, tnd
+from splitkv.kernels_ascend.emit_others import fusion, incre, paged_attention, prompt
+from splitkv.kernels_ascend.routes import (
+    FIA_MLA,
+    FIA_ROWS,
+    FIA_SINKS,
+    FIA_TND,
+    FUSION,
+    INCRE,
+    MLA_LATENT,
+    MLA_ROPE,
+    PAGED_ATTENTION,
+    PROMPT,
+    Route,
+    Wants,
+    choose,
+)
+
+_HEAD = '''\
+"""{title}
+
+Written by `splitkv explain --emit torch_npu`, and checked against a stand-in on the CPU: no NPU has
+run it. {shapes}
+Lengths are lists of host integers. Returns out [B, S, H, Dv] and
+{returns}.
+"""
+
+import math
+
+import torch
+import torch_npu
+
+H, K, D, DV, S, SCALE = {heads}, {kv_heads}, {head_dim}, {head_dim_v}, {queries}, {scale!r}
+'''
+
+
+def emit(spec: DecodeSpec, wants: Wants) -> str:
+    """Source text of a function ``decode`` for ``spec`` on the route that serves it.
+
+    Raises:
+        UnsupportedError: no route serves it, or one that this cannot print.
+    """
+    choice = choose(spec, wants)
+    if choice.route is None:
+        raise UnsupportedError(
+            "\n".join(["no route serves this", *(f"    - {line}" for line in choice.refusals)])
+        )
+    route = choice.route
+    if reasons := _unprinted(spec, route):
+        raise UnsupportedError("\n".join(["not printed", *(f"    - {line}" for line in reasons)]))
+    parts = _WRITERS[route.name](spec)
+    returns = "lse float32 [B, S, H], natural log, -inf where nothing was seen"
+    if not route.state and route is not FIA_SINKS:
+        returns = "None in place of an LSE, which the operator does not report"
+    head = _HEAD.format(
+        title=route.describe(spec) + ".",
+        shapes=_shapes(spec, route),
+        returns=returns,
+        heads=spec.num_q_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        queries=spec.num_queries,
+        scale=spec.scale,
+    )
+    return head + parts
+
+
+def _unprinted(spec: DecodeSpec, route: Route) -> list[str]:
+    found = []
+    if spec.packed_queries:
+        found.append("ragged queries: print it for the same number of queries everywhere")
+    if spec.sliding_window is not None and not (spec.layout.paged and route in _WINDOWED):
+        found.append(
+            f"sliding_window {spec.sliding_window} on route {route.name} over layout "
+            f"{spec.layout.value}: windows are printed for pages only"
+        )
+    if spec.anchor_tokens and spec.sliding_window is not None and spec.num_queries > 1:
+        found.append("anchors with several queries: print it for one query")
+    return found
+
+
+_WINDOWED = (FIA_ROWS, FIA_TND)
+
+
+def _shapes(spec: DecodeSpec, route: Route) -> str:
+    keys = {
+        Layout.NHD: "k [pages, P, K, D] and v [pages, P, K, Dv] with block_table int [B, blocks]",
+        Layout.HND: "k [pages, K, P, D] and v [pages, K, P, Dv] with block_table int [B, blocks]",
+        Layout.BSND: "k [B, T, K, D] and v [B, T, K, Dv]",
+        Layout.BNSD: "k [B, K, T, D] and v [B, K, T, Dv]",
+        Layout.PACKED: "k [tokens, K, D] and v [tokens, K, Dv], one request after the other",
+    }[spec.layout]
+    if route is FIA_MLA:
+        keys = (
+            f"latent [..., {MLA_LATENT}] and rope [..., {MLA_ROPE}] are pools (or dense caches) of "
+            "their own, contiguous, with one kv head"
+        )
+    return f"q is [B, S, H, D], contiguous;\n{keys}."
+
+
+_WRITERS: dict[str, Callable[[DecodeSpec], str]] = {
+    FIA_ROWS.name: rows,
+    FIA_TND.name: tnd,
+    FIA_MLA.name: latent,
+    FUSION.name: fusion,
+    FIA_SINKS.name: lambda spec: packed(spec, hands_sinks=True),
+    INCRE.name: incre,
+    PAGED_ATTENTION.name: paged_attention,
+    PROMPT.name: prompt,
+}
