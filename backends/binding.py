@@ -12,6 +12,7 @@ from torch import Tensor
 from splitkv.backends.base import Backend
 from splitkv.common.cache import PackedCache, PagedCache
 from splitkv.common.call import DecodeCall
+from splitkv.common.validate import Validate
 
 Facts = tuple[object, ...]
 
@@ -48,7 +49,11 @@ class Checked:
             None if call.cu_seqlens_q is None else _copy(call.cu_seqlens_q),
         )
 
-    def is_like(self, call: DecodeCall) -> bool:
+    def vouches_for(self, call: DecodeCall, level: Validate) -> bool:
+        """Whether a check of ``call`` at ``level`` would find nothing that this one's did not."""
+        return self._is_like(call) and (level is Validate.NONE or self._has_indices_of(call))
+
+    def _is_like(self, call: DecodeCall) -> bool:
         """Whether the tensors of ``call`` are like the checked ones in all but values."""
         q, cache = call.q, call.cache
         k, v = cache.k, cache.v
@@ -63,7 +68,7 @@ class Checked:
             and _extras(call) == self.extras
         )
 
-    def has_indices_of(self, call: DecodeCall) -> bool:
+    def _has_indices_of(self, call: DecodeCall) -> bool:
         """Whether lengths, offsets and table are the checked ones, as far as the host can read."""
         return (
             _same(self.lengths, _lengths(call))

@@ -200,9 +200,8 @@ def _prepare(
     # a call that was not checked vouches for no later one
     key = ("checked", level is not Validate.NONE, call.spec, call.cache.layout, backend)
     known = plan.bound.get(key)
-    if isinstance(known, Checked) and not checks_again and known.is_like(call):
-        if level is Validate.NONE or known.has_indices_of(call):
-            return known.backend, plan
+    if isinstance(known, Checked) and not checks_again and known.vouches_for(call, level):
+        return known.backend, plan
     check_call(call, plan, level)
     chosen = select(call.spec, call.q.device, backend)
     plan.bound[key] = Checked.of(chosen, call)

@@ -1,4 +1,4 @@
-"""What a call with a bound plan costs on the host besides its backend: ``python -m benchmarks.host``.
+"""What a call with a bound plan costs the host besides its backend: ``python -m benchmarks.host``.
 
 Timed with a backend that hands back tensors made beforehand. "checking" is what the default adds to
 ``validate="none"``; "again" what ``validate="full"`` adds. Microseconds per call, best of rounds.

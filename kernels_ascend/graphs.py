@@ -148,11 +148,14 @@ class GraphDecode:
     ) -> None:
         page = self.spec.page_size or 1
         # columns past a row's last page repeat it: the operator never reads them, nor do we
-        last = torch.tensor([max(-(-length // page) - 1, 0) for length in seq_lens])
-        columns = torch.tensor(firsts)[:, None] + torch.arange(table.shape[1])
+        last = torch.tensor(
+            [max(-(-length // page) - 1, 0) for length in seq_lens], dtype=torch.int64
+        )
+        first = torch.tensor(firsts, dtype=torch.int64)
+        columns = first[:, None] + torch.arange(table.shape[1])
         columns = torch.minimum(columns, last[:, None]).to(block_table.device)
         taken = block_table.gather(1, columns).to(table.dtype)
-        seen = torch.tensor([length > 0 for length in seq_lens]).to(table.device)
+        seen = torch.tensor([length > 0 for length in seq_lens], dtype=torch.bool).to(table.device)
         table.copy_(torch.where(seen[:, None], taken, 0))
 
     def updates(self, layers: int = 1) -> list[dict[str, list[int]]]:

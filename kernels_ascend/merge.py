@@ -1,4 +1,6 @@
-"""Merging on the NPU: the vendor's operator within its limits, torch operators otherwise."""
+"""Merging on the NPU: the vendor's operator within its limits, our own kernel where triton is, else
+torch operators.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from splitkv.common.state import PartialState, as_list, merge_states_torch
+from splitkv.kernels_ascend import own
 from splitkv.kernels_ascend.limits import limit
 from splitkv.kernels_ascend.runtime import operators
 
@@ -15,7 +18,8 @@ def merge(states: Sequence[PartialState] | PartialState) -> PartialState:
     ``splitkv.common.state``'s.
 
     ``npu_attention_update`` does up to 16 states of float32 in one launch; its NaN for a row that
-    no state has seen is put right. Everything else goes through torch operators.
+    no state has seen is put right. Our own kernel takes any number of them, and any Dv up to 512.
+    Everything else goes through torch operators.
 
     Raises:
         ValueError: no state, or states that differ in shape, dtype or device.
@@ -23,7 +27,9 @@ def merge(states: Sequence[PartialState] | PartialState) -> PartialState:
     parts = as_list(states)
     if len(parts) == 1:
         return parts[0]
-    return _fused(parts) if fits_operator(parts) else merge_states_torch(parts)
+    if fits_operator(parts):
+        return _fused(parts)
+    return own.merge_states(parts) if fits_own_kernel(parts) else merge_states_torch(parts)
 
 
 def fits_operator(parts: Sequence[PartialState]) -> bool:
@@ -35,6 +41,11 @@ def fits_operator(parts: Sequence[PartialState]) -> bool:
         and dim <= limit("update_dim_max").number
         and parts[0].out.dtype == torch.float32
     )
+
+
+def fits_own_kernel(parts: Sequence[PartialState]) -> bool:
+    """Whether our own kernel takes these states, and there is a triton to compile it."""
+    return own.mergeable(parts[0]) and own.missing() is None
 
 
 def _fused(parts: Sequence[PartialState]) -> PartialState:

@@ -52,7 +52,7 @@ def _zeroed(out: Tensor, lengths: Sequence[int]) -> Tensor:
     """Out [B, ...] with 0 for requests without keys: what operators leave there differs."""
     if all(lengths):
         return out
-    seen = torch.tensor([length > 0 for length in lengths]).to(out.device)
+    seen = torch.tensor([length > 0 for length in lengths], dtype=torch.bool).to(out.device)
     return torch.where(seen[:, None, None, None], out, 0.0)
 
 
@@ -99,8 +99,8 @@ def _with_sinks(
         sinks=sinks.to(spec.dtype),
     )
     out, lse = normalise(out, lse)
-    unseen = torch.tensor([length == 0 for length in facts.lengths]).to(lse.device)
-    unseen = unseen.repeat_interleave(queries)[:, None]
+    unseen = torch.tensor([length == 0 for length in facts.lengths], dtype=torch.bool)
+    unseen = unseen.to(lse.device).repeat_interleave(queries)[:, None]
     out = torch.where(unseen[..., None], 0.0, out)
     lse = torch.where(unseen, sinks.to(lse.dtype)[None], lse)
     return out.view(*call.rows, -1).to(spec.dtype), lse.view(call.rows)

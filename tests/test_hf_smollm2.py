@@ -78,7 +78,7 @@ def _on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_on_the_stand_in")
-@pytest.mark.parametrize(("page_size", "splits"), [(128, 1), (16, 7)])
+@pytest.mark.parametrize(("page_size", "splits"), [(16, 7)])  # minutes: the stand-in is no device
 def test_the_ascend_backend_on_the_stand_in_writes_the_same(page_size: int, splits: int) -> None:
     model, inputs, eager = loaded()
     profile = replace(PROFILES["Ascend910B3"], tile_tokens=page_size)
@@ -95,4 +95,3 @@ def test_the_ascend_backend_on_the_stand_in_writes_the_same(page_size: int, spli
     run = replace(run, tokens=run.tokens.cpu(), logits=run.logits.cpu(), alive=run.alive.cpu())
     found = compare(run, eager)
     assert found.same_tokens, f"largest logit difference {found.largest_difference:.1e}"
-    print(found)
