@@ -23,11 +23,11 @@ AFTER.dev := $(AFTER.test)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow bench aot npu check lint types imports matrix wheel clean
+.PHONY: help demo test slow bench aot npu ascend-kernels check lint types imports matrix wheel clean
 
 help: ## say what there is to do
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
-		printf '  make %-9s%s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
+		printf '  make %-16s%s\n' "$$name" "$$what"; done
 
 demo: .venv/.ready-demo ## a real small model decodes through splitkv, on the CPU
 	$(VENV)/python -m splitkv demo
@@ -46,6 +46,9 @@ aot: .venv/.ready-test ## compile the CUDA kernels for sm_80 and sm_90, without 
 
 npu: .venv-npu/.ready ## the Ascend backend against torch_npu's own schemas and documents, without an NPU
 	OMP_NUM_THREADS=1 .venv-npu/bin/python -m pytest tests_ascend -W ignore $(ARGS)
+
+ascend-kernels: .venv-ascend-ir/.ready .venv-triton-ascend/.ready ## our Ascend kernels: compile to HIVM, run their linalg here
+	OMP_NUM_THREADS=1 .venv-triton-ascend/bin/python -m pytest -n $(WORKERS) --timeout 600 tests_ascend_kernels $(ARGS)
 
 check: lint types imports matrix ## all static checks, and the support matrix is what the code says
 
@@ -70,7 +73,7 @@ wheel: .venv/.ready-dev ## build dist/*.whl, install it elsewhere and look insid
 
 clean: ## remove what builds and tools left behind, but not .venv
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .coverage
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -r {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -r {} +
 
 # pip is what venv installs last, so a half-made .venv is made again.
 $(VENV)/pip:
@@ -91,4 +94,16 @@ $(VENV)/pip:
 	$(PYTHON) -m venv .venv-npu
 	.venv-npu/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0 numpy pyyaml pytest
 	.venv-npu/bin/python -m pip --disable-pip-version-check install --quiet --no-deps torch-npu==2.13.0
+	@touch $@
+
+# Huawei's wheels are for Python 3.11 on x86_64; triton-ascend takes the place of triton: a venv each.
+.venv-ascend-ir/.ready: Makefile
+	$(PYTHON) -m venv .venv-ascend-ir
+	.venv-ascend-ir/bin/python -m pip --disable-pip-version-check install --quiet --no-deps ascendnpu-ir==1.2.0
+	@touch $@
+
+.venv-triton-ascend/.ready: Makefile
+	$(PYTHON) -m venv .venv-triton-ascend
+	.venv-triton-ascend/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0 numpy pybind11 pytest pytest-timeout pytest-xdist pyyaml setuptools
+	.venv-triton-ascend/bin/python -m pip --disable-pip-version-check install --quiet --no-deps triton-ascend==3.2.0
 	@touch $@

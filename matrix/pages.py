@@ -4,6 +4,7 @@ import difflib
 from pathlib import Path
 
 from splitkv.backends.registry import BACKENDS
+from splitkv.matrix import kernel_record
 from splitkv.matrix.cases import CASES
 from splitkv.matrix.evidence import load_all, sources_digest
 from splitkv.matrix.render import broken, support_data, support_page, support_yaml
@@ -14,8 +15,9 @@ FOLDER = Path(__file__).parent
 def pages() -> dict[Path, str]:
     """What each generated file must hold now."""
     evidence, sources = load_all(), _sources()
+    kernels = kernel_record.section(kernel_record.load(), kernel_record.digest())
     return {
-        FOLDER / "SUPPORT.md": support_page(BACKENDS, evidence, CASES, sources),
+        FOLDER / "SUPPORT.md": support_page(BACKENDS, evidence, CASES, sources) + "\n" + kernels,
         FOLDER / "support.yaml": support_yaml(BACKENDS, evidence, CASES, sources),
     }
 

@@ -10,6 +10,7 @@ import yaml
 
 from splitkv.backends.registry import BACKENDS, backend_named
 from splitkv.common.spec import Feature
+from splitkv.matrix import kernel_record
 from splitkv.matrix.case import Case
 from splitkv.matrix.cases import CASES
 from splitkv.matrix.cells import Cell, Word, cell, tables
@@ -198,3 +199,19 @@ def test_the_interpreter_and_the_gpu_bear_each_other_out() -> None:
             # of one rounding each, which another order of sums moves by that much at most
             assert run.error <= 3 * other.error
             assert other.error <= 3 * run.error
+
+
+def test_what_is_said_of_own_kernels_follows_their_record() -> None:
+    record = kernel_record.load()
+    assert "changed since" not in kernel_record.section(record, record["sources"])
+    assert "changed since" in kernel_record.section(record, "other sources")
+    split = next(name for name in record["hivm"] if name.startswith("split"))
+    before = kernel_record.kernel_rows(record)["split"]
+    assert before["compiled"]["Ascend910B3"] == before["variants"]
+    assert before["right"] == before["cases"]
+    assert before["ub_bytes"] <= kernel_record.UB_BYTES
+    record["hivm"][split]["Ascend910B3"] = "ub overflow"
+    record["linalg"]["split"]["lengths-one"] = ["wrong"]
+    after = kernel_record.kernel_rows(record)["split"]
+    assert after["compiled"]["Ascend910B3"] == before["variants"] - 1
+    assert after["right"] == before["cases"] - 1
