@@ -6,9 +6,12 @@ It is imported when it is asked for, so that no command waits for another's libr
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
+from typing import NoReturn
 
 from splitkv import __version__
 from splitkv.cli.output import print_json
@@ -23,6 +26,8 @@ COMMANDS = {
     "demo": "a real small model decodes through splitkv",
     "generate": "continue a text with a model that decodes through splitkv",
 }
+READER_GONE = 141
+"""Exit code when whoever read stdout stopped (``| head``): 128 + SIGPIPE, as of other programs."""
 NOT_YET = {
     "bench": "timings; in a checkout `make bench` has those of the CPU",
     "tune": "measure a device and write its profile",
@@ -34,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; ``argv`` without the program's name (None: the process's own)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if not word.startswith("-")), "")
-    parser, subparsers = _parser()
+    parser, subparsers = _parser("--json" in arguments)
     module = import_module(f"splitkv.cli.{command}") if command in COMMANDS else None
     if module is not None:
         subparsers[command].description = module.HELP
@@ -46,6 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
+    try:
+        code = _run(module, args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is still buffered has nowhere to go, and Python would say so at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    return code
+
+
+def _run(module: ModuleType | None, args: argparse.Namespace) -> int:
     try:
         if module is None:
             from splitkv.common.support import UnsupportedError
@@ -60,8 +76,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused(args, error)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Says a usage error on stdout too where JSON is wanted there."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        if self.as_json:
+            print_json({"error": message, "kind": "usage"})
+        super().error(message)
+
+
+class _JsonParser(_Parser):
+    as_json = True
+
+
+def _parser(
+    as_json: bool,
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    parser = (_JsonParser if as_json else _Parser)(
         prog="splitkv",
         description="Split-KV decode attention: the same on CPU, NVIDIA GPUs and Ascend NPUs.",
         epilog="exit codes: 0 all held, 1 something did not hold, 2 malformed request",
@@ -72,7 +105,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         **COMMANDS,
         **{name: f"{what} (not implemented here yet)" for name, what in NOT_YET.items()},
     }
-    subparsers = {}
+    subparsers: dict[str, argparse.ArgumentParser] = {}
     for name, what in described.items():
         # "resolve": a command may describe its own --json
         subparsers[name] = choices.add_parser(name, help=what, conflict_handler="resolve")

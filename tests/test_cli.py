@@ -93,6 +93,27 @@ def test_usage_errors_exit_2_and_leave_stdout_empty(arguments: tuple[str, ...], 
     assert "usage: splitkv" in err
 
 
+def test_usage_errors_are_json_where_json_is_asked_for(run: Any) -> None:
+    for arguments in (["explain", "--json", "--bogus"], ["plan", "--json", "--lengths"]):
+        code, out, err = run(*arguments)
+        assert code == 2
+        assert json.loads(out)["kind"] == "usage"
+        assert json.loads(out)["error"] in err
+
+
+def test_a_reader_who_leaves_early_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "splitkv", "matrix", "--json"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        assert running.stderr is not None
+        said = running.stderr.read().decode()
+    assert said == ""
+    assert running.returncode == 141
+
+
 def test_python_m_splitkv_is_the_command() -> None:
     done = process("-m", "splitkv", "--version")
     assert (done.returncode, done.stdout) == (0, f"splitkv {splitkv.__version__}\n")
