@@ -1,7 +1,8 @@
 """Writing new tokens into a cache: where each row goes, what is written, and the write itself.
 
-No row is selected by its value, so nothing waits for a device. A skipped row is sent to the place
-of the first row that counts and writes that row's value there, the same bits twice; if no row
+No row is selected by its value, so nothing waits for a device. On an NPU the vendor's operator
+writes where it takes the cache. Everywhere else torch operators do: a skipped row is sent to the
+place of the first row that counts and writes that row's value there, the same bits twice; if no row
 counts, all of them write slot 0 back to itself. Values move as integers of their width, so NaN
 payloads and 8-bit floats keep their bits.
 """
@@ -72,8 +73,9 @@ def append_kv(
     slots = _slots(cache, k, v)
     k_codes = _codes(k, slots.k.dtype, k_scale, "k_scale")
     v_codes = _codes(v, slots.v.dtype, v_scale, "v_scale")
-    _write(slots.k, k_codes, slots)
-    _write(slots.v, v_codes, slots)
+    if not _written_by_operator(k_codes, v_codes, slots):
+        _write(slots.k, k_codes, slots)
+        _write(slots.v, v_codes, slots)
 
 
 def _slots(cache: Cache | RingCache, k: Tensor, v: Tensor) -> _Slots:
@@ -166,6 +168,17 @@ def _broadcast(scale: Tensor, rows: Tensor, name: str) -> Tensor:
         )
     scale = scale.to(torch.float32)
     return scale[:, None, :, None] if scale.ndim == 2 else scale[:, None]
+
+
+def _written_by_operator(k: Tensor, v: Tensor, slots: _Slots) -> bool:
+    """Whether the vendor's cache write took the rows; only an NPU has one."""
+    if slots.k.device.type != "npu":
+        return False
+    from splitkv.kernels_ascend.cache_write import write
+
+    block = torch.where(slots.counts, slots.outer, -1).flatten()
+    rows = k.flatten(0, 1), v.flatten(0, 1)
+    return write(slots.k, slots.v, *rows, block, slots.inner.flatten())
 
 
 def _write(target: Tensor, rows: Tensor, slots: _Slots) -> None:

@@ -31,24 +31,30 @@ if TYPE_CHECKING:
     from splitkv.kernels_ascend.routes import Choice, Wants
     from splitkv.kernels_ascend.soc import Soc
 
+_OWN = (
+    'AscendBackend(route="own") takes it where triton-ascend is installed (compiled to HIVM and '
+    "interpreted, never run on an NPU)"
+)
 _NO_SCORE_HOOK = "the fused-infer operators have no argument for it that comes with an LSE"
 _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
-    Feature.SOFT_CAP: No(Why.UPSTREAM, f"{_NO_SCORE_HOOK} (no tanh on the scores)"),
+    Feature.SOFT_CAP: No(Why.UPSTREAM, f"{_NO_SCORE_HOOK} (no tanh on the scores)", _OWN),
     Feature.ALIBI: No(
         Why.NOT_YET,
         "the operators take no slopes, only a bias tensor (pse_shift), which as [1, 1, 1, S] was "
         "wrong at every length (vllm-ascend issue 15503)",
+        _OWN,
     ),
     Feature.ATTN_BIAS: No(
         Why.NOT_YET,
         "the operators' bias tensor (pse_shift) as [1, 1, 1, S] was wrong at every length "
         "(vllm-ascend issue 15503)",
+        _OWN,
     ),
     Feature.ATTN_MASK: No(
         Why.NOT_YET,
         "an explicit mask enters as a score of -1e12, so that a fully hidden row looks like an "
         "average, and one of few dimensions was ignored past 512 keys (vllm-ascend issue 15503)",
-        "give tree branches as requests of their own",
+        f"give tree branches as requests of their own; {_OWN}",
     ),
     Feature.MIXED_DTYPE: No(
         Why.UPSTREAM, "query, key and value have one dtype (documentation)", "convert the queries"
@@ -89,6 +95,9 @@ _FEATURES_ALONE = replace(
 class AscendBackend(Backend):
     """torch_npu's attention operators, FIA (``npu_fused_infer_attention_score``) first.
 
+    Route "own" is a kernel of ours for what the operators have no argument for (soft cap, ALiBi,
+    bias, tree masks), taken only where it is asked for by that name.
+
     soc: the generation to decide for (None: that of the device, a 910B where there is none).
     strict: where sources on a limit disagree, take the narrower one. route: the only one to take,
     by name. needs_lse: False lets operators serve that report no LSE, where none with an LSE does;
@@ -124,6 +133,12 @@ class AscendBackend(Backend):
         self.route_name = route
 
     @property
+    def _own(self) -> bool:
+        from splitkv.kernels_ascend.routes import OWN
+
+        return self.route_name == OWN.name
+
+    @property
     def evidence(self) -> str:
         from splitkv.kernels_ascend.runtime import is_standin
 
@@ -151,9 +166,13 @@ class AscendBackend(Backend):
     def refusals(self, spec: DecodeSpec) -> list[str]:
         from splitkv.kernels_ascend.routes import choose
 
+        if self._own:
+            return choose(spec, self.wants).refusals
         found = _FEATURES_ALONE.refusals(spec)
-        mixed = spec.cache_dtype is not spec.dtype  # said by its feature already
-        asked = replace(spec, kv_dtype=spec.dtype, k_scale=None, v_scale=None) if mixed else spec
+        # said by their features already
+        asked = replace(spec, logits_soft_cap=None, alibi=False, attn_bias=False, attn_mask=False)
+        if spec.cache_dtype is not spec.dtype:
+            asked = replace(asked, kv_dtype=spec.dtype, k_scale=None, v_scale=None)
         return found + choose(asked, self.wants).refusals
 
     def tensor_refusals(self, call: DecodeCall, plan: SplitPlan | None) -> list[str]:
@@ -191,14 +210,14 @@ class AscendBackend(Backend):
         capacity: int | None = None,
     ) -> SplitPlan:
         """Splits for these host lengths; automatic means as few as the operator's row limit allows,
-        as it cuts rows itself.
+        as it cuts rows itself. The own kernel is planned for like any other.
         """
         from splitkv.kernels_ascend.checks import warn_of_page_size
         from splitkv.kernels_ascend.limits import limit
 
-        if spec.page_size is not None:
+        if spec.page_size is not None and not self._own:
             warn_of_page_size(spec.page_size)
-        if num_splits is None and split_size is None:
+        if num_splits is None and split_size is None and not self._own:
             longest = int(max(seq_lens, default=0))
             num_splits = max(-(-longest // limit("keys_per_row_max").number), 1)
         return super().plan(

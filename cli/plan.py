@@ -8,9 +8,12 @@ from splitkv.cli.output import print_json, print_table
 from splitkv.cli.spec_arguments import add_spec_arguments, spec_from, spec_json
 from splitkv.common.plan import SplitPlan, plan_splits
 from splitkv.common.profile import PROFILES, DeviceProfile
+from splitkv.common.spec import MOST_TOKENS
 
 HELP = "How histories are cut into splits on a device, and what the planner expects of it."
 
+MOST_REQUESTS = 1_000_000
+"""More would only fill the memory of whoever mistyped a count."""
 SHOWN_REQUESTS = 32
 SHOWN_SPLITS = 4
 
@@ -30,6 +33,11 @@ def run(args: argparse.Namespace) -> int:
     if args.list_profiles:
         _list_profiles(args.json)
         return 0
+    if args.lengths is None or args.profile is None:
+        raise ValueError(
+            "--lengths and --profile are needed: tokens per request, as in 1024,8192x8, and one of "
+            f"{list(PROFILES)}"
+        )
     plan = plan_splits(
         spec_from(args),
         parse_lengths(args.lengths),
@@ -53,20 +61,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_lengths(text: str | None) -> list[int]:
+def parse_lengths(text: str) -> list[int]:
     """``"1024,8192x2"`` is [1024, 8192, 8192].
 
     Raises:
-        ValueError: naming the part that is no length.
+        ValueError: naming the part that is no length, is too long, or makes too many requests.
     """
-    if text is None:
-        raise ValueError("--lengths is missing: tokens per request, as in 1024,8192x8")
     lengths: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:x(\d+))?\s*", part)
         if match is None:
             raise ValueError(f"--lengths takes L or LxN between commas, got {part!r} in {text!r}")
-        lengths += [int(match[1])] * int(match[2] or 1)
+        length, count = int(match[1]), int(match[2] or 1)
+        if length > MOST_TOKENS:
+            raise ValueError(f"--lengths: {length} tokens in {part!r}, at most {MOST_TOKENS}")
+        if len(lengths) + count > MOST_REQUESTS:
+            raise ValueError(f"--lengths: {part!r} makes more than {MOST_REQUESTS} requests")
+        lengths += [length] * count
     return lengths
 
 
@@ -77,10 +88,9 @@ def request_cuts(plan: SplitPlan) -> list[list[tuple[int, int]]]:
     return [cuts[low:high] for low, high in pairwise(bounds)]
 
 
-def _profile(name: str | None) -> DeviceProfile:
+def _profile(name: str) -> DeviceProfile:
     if name not in PROFILES:
-        asked = "--profile is missing" if name is None else f"unknown profile {name!r}"
-        raise ValueError(f"{asked}, known: {list(PROFILES)}")
+        raise ValueError(f"unknown profile {name!r}, known: {list(PROFILES)}")
     return PROFILES[name]
 
 

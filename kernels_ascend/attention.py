@@ -11,18 +11,19 @@ from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.state import PartialState
+from splitkv.kernels_ascend import own
 from splitkv.kernels_ascend.checks import refuse
 from splitkv.kernels_ascend.host_facts import HostFacts, read_facts
 from splitkv.kernels_ascend.lse import normalise
 from splitkv.kernels_ascend.merge import merge
 from splitkv.kernels_ascend.prepare import Prepared, prepare
-from splitkv.kernels_ascend.routes import Wants, choose
+from splitkv.kernels_ascend.routes import OWN, Wants, choose
 from splitkv.kernels_ascend.runtime import is_capturing
 
 
 def partial(call: DecodeCall, plan: SplitPlan, wants: Wants) -> PartialState:
     """The state of all queries of ``call`` over its cache; each launch's out was rounded to the
-    query's dtype by the operator.
+    query's dtype by the operator. The own kernel rounds nothing, and reads lengths on the device.
 
     Raises:
         UnsupportedError: a documented limit of the operators that only the tensors show; nothing
@@ -30,6 +31,8 @@ def partial(call: DecodeCall, plan: SplitPlan, wants: Wants) -> PartialState:
         captured.
     """
     spec = call.spec
+    if wants.route == OWN.name:
+        return own.split_decode(call, plan)
     check_state(spec, wants)
     facts = read_facts(call, plan.bound)
     if not call.q.numel() or not any(facts.lengths):

@@ -9,6 +9,7 @@ from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.support import UnsupportedError
+from splitkv.kernels_ascend import own
 from splitkv.kernels_ascend.limits import Facts, limit, violations
 from splitkv.kernels_ascend.pieces import Piece
 from splitkv.kernels_ascend.pools import page_size_of, page_step
@@ -16,10 +17,12 @@ from splitkv.kernels_ascend.routes import (
     FIA_MLA,
     FIA_ROWS,
     FIA_TND,
+    OWN,
     PAGED_ATTENTION,
     Route,
     Wants,
     choose,
+    odd_bytes,
     page_warning,
 )
 
@@ -29,6 +32,8 @@ def tensor_refusals(call: DecodeCall, plan: SplitPlan, wants: Wants) -> list[str
     route = choose(call.spec, wants).route
     if route is None:
         return []  # the spec's own refusals say more
+    if route is OWN:
+        return own.tensor_refusals(call)
     if route is FIA_MLA:
         return _latent_refusals(call)
     reasons = _memory_refusals(call)
@@ -122,8 +127,9 @@ def check_rows(
     fold: int = 1,
     causal: bool = False,
     page_size: int | None = None,
+    listed: bool = True,
 ) -> None:
-    """Hold the rows of one operator call against the limits.
+    """Hold the rows of one operator call against the limits; listed: it is given length lists.
 
     Raises:
         UnsupportedError: with every limit that they exceed.
@@ -139,7 +145,8 @@ def check_rows(
                 rope_dim=0,
                 page_size=page_size,
                 rows=len(pieces) * fold,
-                entries=len(pieces) * fold,
+                entries=len(pieces) * fold * listed,
+                odd_bytes=odd_bytes(spec),
                 queries=max(piece.count for piece in of_kind),
                 tokens=sum(piece.count for piece in pieces) * fold,
                 keys=max(piece.length for piece in of_kind),

@@ -20,12 +20,14 @@ from splitkv.kernels_ascend.routes import (
     INCRE,
     MLA_LATENT,
     MLA_ROPE,
+    OWN,
     PAGED_ATTENTION,
     PROMPT,
     Route,
     Wants,
     choose,
 )
+from splitkv.kernels_ascend.soc import Soc
 
 _HEAD = '''\
 """{title}
@@ -57,7 +59,7 @@ def emit(spec: DecodeSpec, wants: Wants) -> str:
             "\n".join(["no route serves this", *(f"    - {line}" for line in choice.refusals)])
         )
     route = choice.route
-    if reasons := _unprinted(spec, route):
+    if reasons := _unprinted(spec, route, wants):
         raise UnsupportedError("\n".join(["not printed", *(f"    - {line}" for line in reasons)]))
     parts = _WRITERS[route.name](spec)
     returns = "lse float32 [B, S, H], natural log, -inf where nothing was seen"
@@ -77,8 +79,12 @@ def emit(spec: DecodeSpec, wants: Wants) -> str:
     return head + parts
 
 
-def _unprinted(spec: DecodeSpec, route: Route) -> list[str]:
+def _unprinted(spec: DecodeSpec, route: Route, wants: Wants) -> list[str]:
+    if route is OWN:
+        return ["route own is a kernel of splitkv's, no operator that another engine could call"]
     found = []
+    if route is PROMPT and wants.soc is Soc.ATLAS_310P:
+        found.append("route prompt on 310P, which takes no length lists: printed for A2 and A3")
     if spec.packed_queries:
         found.append("ragged queries: print it for the same number of queries everywhere")
     if spec.sliding_window is not None and not (spec.layout.paged and route in _WINDOWED):

@@ -44,7 +44,7 @@ from splitkv.kernels_ascend.fused_infer import (
 from splitkv.kernels_ascend.limits import violations
 from splitkv.kernels_ascend.lse import normalise
 from splitkv.kernels_ascend.pools import pool_of
-from splitkv.kernels_ascend.routes import FIA_ROWS, FIA_TND, Route, Wants
+from splitkv.kernels_ascend.routes import FIA_ROWS, FIA_TND, Route, Wants, unsaid
 from splitkv.kernels_ascend.runtime import is_capturing
 
 
@@ -56,12 +56,12 @@ def graph_route(spec: DecodeSpec) -> Route:
 def graph_refusals(spec: DecodeSpec, wants: Wants) -> list[str]:
     """Every reason why ``spec`` cannot be captured so that its lengths can change."""
     route = graph_route(spec)
-    found = []
+    found = unsaid(spec)
     if spec.anchor_tokens and spec.sliding_window is not None:
         found.append(
             f"anchor_tokens {spec.anchor_tokens} with a window: they are two operator calls, which "
             "doubles the updates of every layer, and the band's pre_tokens cannot be updated when "
-            "the window moves off the anchors; serve it eagerly, or with the own kernel"
+            "the window moves off the anchors; serve it eagerly, or with route own"
         )
     if spec.packed_queries or spec.layout is Layout.PACKED:
         found.append(
@@ -160,8 +160,10 @@ class GraphDecode:
 
     def updates(self, layers: int = 1) -> list[dict[str, list[int]]]:
         """What ``NPUGraph.update(cpu_update_input=...)`` wants for a graph that holds ``layers``
-        calls of ``partial``, one entry per operator.
+        calls of ``partial``, one entry per operator; a batch of 0 calls none.
         """
+        if not self.batch:
+            return []
         if self.route is FIA_ROWS:
             return [{"actual_seq_lengths_kv": list(self._lengths)} for _ in range(layers)]
         queries = self.spec.num_queries
@@ -179,6 +181,10 @@ class GraphDecode:
                 sized.
         """
         spec = self.spec
+        if not self.batch:
+            return PartialState.empty(
+                (0, spec.num_queries, spec.num_q_heads), spec.head_dim_v, device=q.device
+            )
         if self._workspace is None:
             self._prepare(q, cache)
         assert self._workspace is not None

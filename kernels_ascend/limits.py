@@ -33,6 +33,7 @@ class Rule(Enum):
     """How a fact is held against a limit's value."""
 
     MAX = "max"
+    BELOW = "below"
     MIN = "min"
     MULTIPLE = "multiple"
     ONE_OF = "one_of"
@@ -47,9 +48,10 @@ class Facts:
     """What one operator call would be; None is not known yet, and no limit speaks of it.
 
     layout: ``input_layout``. head_dim: of q and k without rope. cache_form: dimensions of a paged
-    cache, 0 where it is not paged. queries, keys: of the longest row. tokens: queries of all rows.
-    entries: of the key length list. mask: "none", "compressed" or "full". state: whether an LSE (or
-    max and sum) is asked for.
+    cache, 0 where it is not paged. query_row: query heads x head dim. odd_bytes: of a head, beyond
+    a multiple of 32. queries, keys: of the longest row. tokens: queries of all rows. slots: token
+    places of a cache that is written. entries: of the key length list. mask: "none", "compressed"
+    or "full". state: whether an LSE (or max and sum) is asked for.
     """
 
     operator: str
@@ -66,7 +68,10 @@ class Facts:
     page_size: int | None = None
     cache_form: int | None = None
     cache_row: int | None = None
+    query_row: int | None = None
+    odd_bytes: int | None = None
     kv_elements: int | None = None
+    slots: int | None = None
     rows: int | None = None
     entries: int | None = None
     queries: int | None = None
@@ -142,6 +147,7 @@ _PLAIN = {
     "heads": "num_q_heads",
     "group": "query heads per kv head",
     "cache_row": "kv heads x head_dim",
+    "query_row": "query heads x head_dim",
 }
 """How sentences call a fact whose field name is not what a caller gave."""
 
@@ -249,6 +255,8 @@ def _holds(rule: Rule, got: Value, value: Value | tuple[Value, ...], facts: Fact
     match rule:
         case Rule.MAX:
             return got <= value
+        case Rule.BELOW:
+            return got < value
         case Rule.MIN:
             return got >= value
     return got % value == 0
@@ -316,7 +324,7 @@ def _rule(name: str, given: Mapping[str, object]) -> tuple[Rule, Value | tuple[V
         return rule, tuple(value)
     if rule in (Rule.SAME_AS, Rule.AT_MOST) and value in _FACTS:
         return rule, str(value)
-    if rule in (Rule.MAX, Rule.MIN, Rule.MULTIPLE) and type(value) in (int, float):
+    if rule in (Rule.MAX, Rule.BELOW, Rule.MIN, Rule.MULTIPLE) and type(value) in (int, float):
         assert isinstance(value, int | float)
         return rule, value
     raise ValueError(f"limits.yaml: {name} has {word}: {value!r}, which is of another kind")

@@ -73,15 +73,24 @@ def prompt(
     k: Tensor,
     v: Tensor,
     heads: Heads,
-    kv_lens: Sequence[int],
+    kv_lens: Sequence[int] | None,
     *,
     layout: str,
     causal: bool,
 ) -> Tensor:
     """npu_prompt_flash_attention: q [B, S, H, D] and k, v [B, T, K, D] for BSND ([B, H, S, D] and
-    [B, K, T, D] for BNSD); out like q. Its next_tokens is 0 unless given.
+    [B, K, T, D] for BNSD); out like q. Its next_tokens is 0 unless given. kv_lens: None where every
+    request fills its cache; then what 310P has no argument for is left out: length lists and, as
+    heads are as many, num_key_value_heads.
     """
     batch, queries = q.shape[0], q.shape[1 if layout == "BSND" else 2]
+    sizes: dict[str, Any] = {}
+    if kv_lens is not None:
+        sizes = {
+            "actual_seq_lengths": [queries] * batch,
+            "actual_seq_lengths_kv": list(kv_lens),
+            "num_key_value_heads": heads.num_kv_heads,
+        }
     masking: dict[str, Any] = {"sparse_mode": 0, "next_tokens": 2147483647}
     if causal:
         masking = {"sparse_mode": 3, "atten_mask": compressed_mask(q.device)}
@@ -89,12 +98,10 @@ def prompt(
         q,
         k,
         v,
-        actual_seq_lengths=[queries] * batch,
-        actual_seq_lengths_kv=list(kv_lens),
         num_heads=heads.num_q_heads,
-        num_key_value_heads=heads.num_kv_heads,
         scale_value=heads.scale,
         input_layout=layout,
+        **sizes,
         **masking,
     )
     return out

@@ -53,7 +53,7 @@ def page_step(tensor: Tensor) -> int | None:
     return tensor.stride(0) // page.numel()
 
 
-def _whole_pages(tensor: Tensor, step: int) -> Tensor:
+def whole_pages(tensor: Tensor, step: int) -> Tensor:
     """A contiguous view [blocks, ...] from a pool's first page to its last, with those that lie
     between.
     """
@@ -70,7 +70,7 @@ def pool_of(cache: Cache, spec: DecodeSpec, page_size: int) -> Pool:
         assert step is not None
         table = cache.block_table.to(torch.int32).contiguous()
         table = table if step == 1 else table * step
-        k, v = _whole_pages(cache.k, step), _whole_pages(cache.v, step)
+        k, v = whole_pages(cache.k, step), whole_pages(cache.v, step)
         if spec.layout is Layout.NHD:
             k, v = k.flatten(2), v.flatten(2)
         return Pool(k, v, table, page_size, 1)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from splitkv.common.spec import DecodeSpec, Layout
+from splitkv.common.spec import DecodeSpec, Feature, Layout
 from splitkv.common.support import dtype_name
+from splitkv.kernels_ascend import own
 from splitkv.kernels_ascend.limits import Facts, doubts, violations
 from splitkv.kernels_ascend.soc import Soc
 
@@ -53,9 +54,8 @@ class Route:
 
     def reasons(self, spec: DecodeSpec, wants: Wants) -> list[str]:
         """Everything that speaks against this route; empty where it serves ``spec``."""
-        structural = self.structural(spec)
-        if structural:
-            return structural
+        if found := unsaid(spec) + self.structural(spec):
+            return found
         return violations(self.facts(spec, wants), strict=wants.strict)
 
     def structural(self, spec: DecodeSpec) -> list[str]:
@@ -74,6 +74,7 @@ class Route:
         """The operator call as far as ``spec`` decides it."""
         layout, form = self.layouts[spec.layout]
         rope = MLA_ROPE if self is FIA_MLA else 0
+        masked = self is PROMPT and spec.causal  # others cut rows first, some of them to one query
         return Facts(
             operator=self.operator,
             soc=wants.soc,
@@ -89,7 +90,10 @@ class Route:
             page_size=spec.page_size if form else None,
             cache_form=form,
             cache_row=spec.num_kv_heads * spec.head_dim if form == 3 else None,
+            query_row=spec.num_q_heads * (spec.head_dim - rope),
+            odd_bytes=odd_bytes(spec),
             queries=spec.num_queries if self.shares else 1,
+            sparse_mode=3 if masked else None,
             scale=spec.scale,
             sinks=int(self.hands_sinks),
             state=int(wants.needs_lse and not self.hands_sinks),
@@ -109,6 +113,23 @@ class Route:
         if self is FUSION or spec.layout is Layout.PACKED:
             cache, rows = "keys one request after the other", ""
         return ", ".join(part for part in (f"{self.text}, {layout}", cache, rows) if part)
+
+
+_SCORES = (Feature.SOFT_CAP, Feature.ALIBI, Feature.ATTN_BIAS, Feature.ATTN_MASK)
+
+
+def unsaid(spec: DecodeSpec) -> list[str]:
+    """What ``spec`` does to scores that no operator call of ours can say."""
+    return [
+        f"{feature.value}: no operator is told of it; AscendBackend(route={OWN.name!r}) takes it"
+        for feature in spec.features
+        if feature in _SCORES
+    ]
+
+
+def odd_bytes(spec: DecodeSpec) -> int:
+    """Bytes of a head beyond a multiple of 32."""
+    return spec.head_dim * spec.dtype.itemsize % 32
 
 
 _CACHES = {
@@ -250,7 +271,35 @@ PROMPT = Route(
 )
 
 ROUTES = (FIA_TND, FIA_ROWS, FIA_MLA, FUSION, FIA_SINKS, PAGED_ATTENTION, INCRE, PROMPT)
-"""In order of preference: routes with a state first, the best documented first among those."""
+"""Those of the vendor's operators, in order of preference: routes with a state first, the best
+documented first among those.
+"""
+
+
+class OwnRoute(Route):
+    """Our own kernel: no operator, so that ``limits.yaml`` has nothing to say of it."""
+
+    def reasons(self, spec: DecodeSpec, wants: Wants) -> list[str]:
+        found = own.refusals(spec)
+        if wants.soc not in _LOWERED:
+            chips = " and ".join(soc.value for soc in _LOWERED)
+            found.append(f"{wants.soc}: the own kernel was compiled for {chips} only")
+        return found
+
+    def describe(self, spec: DecodeSpec) -> str:
+        return self.text
+
+
+_LOWERED = (Soc.A2, Soc.A3)
+OWN = OwnRoute(
+    name="own",
+    operator="own kernel",
+    layouts={},
+    shares=True,
+    state=True,
+    text="own Triton-Ascend kernel (compiled to HIVM and interpreted, never run on an NPU)",
+    asked=True,
+)
 
 
 def route_named(name: str) -> Route:
@@ -259,10 +308,10 @@ def route_named(name: str) -> Route:
     Raises:
         ValueError: nobody is; the text lists the known names.
     """
-    for route in ROUTES:
+    for route in (*ROUTES, OWN):
         if route.name == name:
             return route
-    raise ValueError(f"unknown route {name!r}, known: {[route.name for route in ROUTES]}")
+    raise ValueError(f"unknown route {name!r}, known: {[route.name for route in (*ROUTES, OWN)]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +324,22 @@ class Choice:
     """Where none serves: the reasons of the route that comes nearest."""
 
 
-@lru_cache(maxsize=1024)
 def choose(spec: DecodeSpec, wants: Wants) -> Choice:
-    """The first route that takes ``spec``, or the named one; worked out once for each."""
+    """The first route that takes ``spec``, or the named one; worked out once for each.
+
+    The own kernel needs a compiler besides, which is looked for wherever it is asked for.
+    """
+    return _choose(spec, wants, own.missing() if wants.route == OWN.name else None)
+
+
+@lru_cache(maxsize=1024)
+def _choose(spec: DecodeSpec, wants: Wants, lacking: str | None) -> Choice:
+    if lacking is not None:
+        refusals = {OWN.name: [lacking]}
+        return Choice(None, {**_choose(spec, wants, None).against, **refusals}, [lacking])
     chosen: Route | None = None
     against: dict[str, list[str]] = {}
-    for route in ROUTES:
+    for route in (*ROUTES, OWN):
         reasons = route.reasons(spec, wants)
         if not reasons and _passed_over(route, wants):
             reasons = [f"it takes this; ask for it by name: AscendBackend(route={route.name!r})"]

@@ -17,7 +17,16 @@ from splitkv.kernels_ascend.lse import normalise
 from splitkv.kernels_ascend.output_only import incremental, paged_attention, prompt
 from splitkv.kernels_ascend.pieces import Piece
 from splitkv.kernels_ascend.pools import pool_of
-from splitkv.kernels_ascend.routes import FIA_SINKS, INCRE, PAGED_ATTENTION, Route, Wants, choose
+from splitkv.kernels_ascend.routes import (
+    FIA_SINKS,
+    INCRE,
+    PAGED_ATTENTION,
+    PROMPT,
+    Route,
+    Wants,
+    choose,
+)
+from splitkv.kernels_ascend.soc import Soc
 
 
 def decode_whole(
@@ -44,8 +53,18 @@ def decode_whole(
     out = call.q.new_zeros((*call.rows, call.spec.head_dim_v))
     if not call.q.numel() or not any(facts.lengths):
         return out, unknown
-    _check(call, facts, wants, route)
-    return _zeroed(_run(call, facts, route), facts.lengths), unknown
+    fills = _fills(call, facts, wants, route)
+    _check(call, facts, wants, route, listed=not fills)
+    return _zeroed(_run(call, facts, route, fills), facts.lengths), unknown
+
+
+def _fills(call: DecodeCall, facts: HostFacts, wants: Wants, route: Route) -> bool:
+    """Whether the operator must do, and can do, without length lists."""
+    return (
+        route is PROMPT
+        and wants.soc is Soc.ATLAS_310P
+        and all(length == call.cache.capacity for length in facts.lengths)
+    )
 
 
 def _zeroed(out: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -56,7 +75,7 @@ def _zeroed(out: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.where(seen[:, None, None, None], out, 0.0)
 
 
-def _run(call: DecodeCall, facts: HostFacts, route: Route) -> Tensor:
+def _run(call: DecodeCall, facts: HostFacts, route: Route, fills: bool) -> Tensor:
     spec, cache, lengths = call.spec, call.cache, list(facts.lengths)
     heads = Heads(spec.num_q_heads, spec.num_kv_heads, spec.scale)
     layout = route.layouts[spec.layout][0]
@@ -73,7 +92,8 @@ def _run(call: DecodeCall, facts: HostFacts, route: Route) -> Tensor:
         return incremental(q[:, 0], heads, lengths, layout=layout, pages=pages)[:, None]
     by_head = layout == "BNSD"
     q = q.transpose(1, 2).contiguous() if by_head else q
-    out = prompt(q, cache.k, cache.v, heads, lengths, layout=layout, causal=spec.causal)
+    listed = None if fills else lengths
+    out = prompt(q, cache.k, cache.v, heads, listed, layout=layout, causal=spec.causal)
     return out.transpose(1, 2) if by_head else out
 
 
@@ -86,6 +106,10 @@ def _with_sinks(
     spec, queries = call.spec, call.spec.num_queries
     if sinks is None:
         raise ValueError("route fia-sinks needs sinks [H], got None")
+    if not call.q.numel():
+        return call.q.new_zeros((*call.rows, spec.head_dim_v)), torch.zeros(
+            call.rows, device=call.q.device
+        )
     _check(call, facts, wants, FIA_SINKS)
     _check_causal(spec, facts)
     pool = pool_of(call.cache, spec, spec.page_size or 0)
@@ -106,14 +130,25 @@ def _with_sinks(
     return out.view(*call.rows, -1).to(spec.dtype), lse.view(call.rows)
 
 
-def _check(call: DecodeCall, facts: HostFacts, wants: Wants, route: Route) -> None:
+def _check(
+    call: DecodeCall, facts: HostFacts, wants: Wants, route: Route, *, listed: bool = True
+) -> None:
     spec, queries = call.spec, call.spec.num_queries
     pieces = [Piece(row, 0, queries, 0, length) for row, length in enumerate(facts.lengths)]
     layout = route.layouts[spec.layout][0]
     causal = queries > 1 and spec.causal
     if causal:
         _check_causal(spec, facts)
-    check_rows(spec, wants, route, pieces, layout=layout, causal=causal, page_size=spec.page_size)
+    check_rows(
+        spec,
+        wants,
+        route,
+        pieces,
+        layout=layout,
+        causal=causal,
+        page_size=spec.page_size,
+        listed=listed,
+    )
 
 
 def _check_causal(spec: DecodeSpec, facts: HostFacts) -> None:

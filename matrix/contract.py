@@ -70,6 +70,7 @@ def all_checks() -> tuple[Check, ...]:
     from splitkv.matrix import (  # noqa: F401 (they register their checks)
         contract_limits,
         contract_masks,
+        contract_open,
         contract_rows,
     )
 

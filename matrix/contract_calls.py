@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from splitkv.kernels_ascend.fused_infer import compressed_mask
 from splitkv.kernels_ascend.runtime import operators
@@ -41,12 +42,20 @@ def request(
 
 
 def attend(
-    one: Request, *, causal: bool = False, window: int | None = None, hidden: Tensor | None = None
+    one: Request,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    hidden: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Out [S, H, D] and lse [S, H] in float64; hidden: bool [S, T]."""
+    """Out [S, H, D] and lse [S, H] in float64; hidden: bool [S, T]; bias: [H or 1, T], added to the
+    scaled scores.
+    """
     group = one.q.shape[1] // one.k.shape[1]
     q, k, v = one.q.double(), one.k.double(), one.v.double()
     scores = torch.einsum("shd,thd->sht", q, k.repeat_interleave(group, 1)) * one.scale
+    scores = scores if bias is None else scores + bias.double()
     i = torch.arange(len(k) - len(q), len(k))[:, None]
     j = torch.arange(len(k))[None]
     mask = torch.zeros(len(q), len(k), dtype=torch.bool) if hidden is None else hidden
@@ -55,6 +64,72 @@ def attend(
     scores = scores.masked_fill(mask[:, None], -math.inf)
     out = torch.einsum("sht,thd->shd", scores.softmax(-1), v.repeat_interleave(group, 1))
     return out, scores.logsumexp(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """One query of absorbed MLA, host tensors: q [H, 512], its rope [H, 64], the latent [T, 512]
+    (keys and values both) and its rope [T, 64].
+    """
+
+    q: Tensor
+    q_rope: Tensor
+    k: Tensor
+    k_rope: Tensor
+
+    scale = 192**-0.5
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Out [H, 512] and lse [H] in float64."""
+        q = torch.cat([self.q, self.q_rope], -1).double()
+        k = torch.cat([self.k, self.k_rope], -1).double()
+        scores = q @ k.T * self.scale
+        return scores.softmax(-1) @ self.k.double(), scores.logsumexp(-1)
+
+
+def latent(keys: int, heads: int) -> Latent:
+    """Numbers from the generators of ``request``."""
+    wide, narrow = (request(keys, H=heads, K=1, D=D) for D in (512, 64))
+    return Latent(wide.q[0], narrow.q[0], wide.k[:, 0], narrow.k[:, 0])
+
+
+def absorbed(
+    batch: Sequence[Latent],
+    device: torch.device,
+    *,
+    page: int | None = None,
+    version: int = 1,
+    layout: str = "BSND",
+) -> tuple[Tensor, Tensor]:
+    """FIA with rope parts, layout BSND, dense or in pages of ``page``: out and lse as reported."""
+    longest = max(len(one.k) for one in batch)
+    longest = longest if page is None else -(-longest // page) * page
+    q, q_rope = (torch.stack([getattr(one, n) for one in batch])[:, None] for n in ("q", "q_rope"))
+    k, k_rope = (
+        torch.stack([pad(getattr(one, n), (0, 0, 0, longest - len(one.k))) for one in batch])
+        for n in ("k", "k_rope")
+    )
+    lengths = [len(one.k) for one in batch]
+    first = version == 1
+    options: dict[str, Any] = {
+        "num_heads" if first else "num_query_heads": q.shape[2],
+        "num_key_value_heads": 1,
+        "scale" if first else "softmax_scale": Latent.scale,
+        "softmax_lse_flag" if first else "return_softmax_lse": True,
+        "actual_seq_lengths_kv" if first else "actual_seq_kvlen": lengths,
+    }
+    if page is None:
+        k, k_rope = k[:, :, None], k_rope[:, :, None]
+    else:
+        blocks = longest // page
+        k, k_rope = (x.reshape(len(batch) * blocks, page, -1) for x in (k, k_rope))
+        table = torch.arange(len(batch) * blocks, dtype=torch.int32).view(len(batch), blocks)
+        options |= {"block_table": table, "block_size": page}
+    shared = k.contiguous().to(device)  # one tensor: keys and values both
+    name = "npu_fused_infer_attention_score" + ("" if first else "_v2")
+    ropes = {"query_rope": q_rope, "key_rope": k_rope.contiguous()}
+    out, lse = call(name, device, q, shared, shared, input_layout=layout, **ropes, **options)
+    return out, lse
 
 
 def error(got: Tensor, wanted: Tensor) -> float:

@@ -7,9 +7,11 @@ import torch
 from splitkv.matrix.contract import Agrees, Found, check
 from splitkv.matrix.contract_calls import (
     BF16,
+    absorbed,
     attend,
     call,
     causal,
+    latent,
     near,
     request,
     rows,
@@ -95,29 +97,23 @@ def ratios(device: torch.device) -> Found:
     "powers of two, 12 refused; an LSE unsupported (docs), in use (vllm-ascend) (4.1; 10, row 1)",
 )
 def mla_heads(device: torch.device) -> Found:
-    def right(H: int) -> bool:
-        latent = request(256, H=H, K=1, D=512)
-        rope = request(256, H=H, K=1, D=64)
-        shared, scale = latent.k[None].to(device), 192**-0.5  # one tensor: keys and values both
-        out, _ = call(
-            "npu_fused_infer_attention_score",
-            device,
-            latent.q[None],
-            shared,
-            shared,
-            query_rope=rope.q[None],
-            key_rope=rope.k[None],
-            input_layout="BSND",
-            scale=scale,
-            softmax_lse_flag=True,
-            **latent.heads,
-        )
-        q = torch.cat([latent.q, rope.q], -1).double()
-        k = torch.cat([latent.k, rope.k], -1).double()[:, 0]
-        weights = (torch.einsum("shd,td->sht", q, k) * scale).softmax(-1)
-        return near(out[0], torch.einsum("sht,td->shd", weights, latent.k[:, 0].double()))
+    return _sweep((8, 12, 16, 32, 64, 128), _latent_heads(device, None), {32, 64, 128})
 
-    return _sweep((8, 12, 16, 32, 64, 128), right, {32, 64, 128})
+
+@check(
+    "And over a paged latent cache?",
+    "32, 64 and 128 in pages of 16 or 128 (docs of v1), powers of two (docs of v2) (4.1)",
+)
+def mla_heads_paged(device: torch.device) -> Found:
+    return _sweep((8, 12, 16, 32, 64, 128), _latent_heads(device, 128), {32, 64, 128})
+
+
+def _latent_heads(device: torch.device, page: int | None) -> Callable[[int], bool]:
+    def right(H: int) -> bool:
+        one = latent(256, H)
+        return near(absorbed([one], device, page=page)[0], one.attend()[0])
+
+    return right
 
 
 @check("Which dtypes of a state does the update take?", "float32, float16, bfloat16 (4.7)")

@@ -138,7 +138,10 @@ def load(path: Path) -> Evidence:
     Raises:
         ValueError: it is something else.
     """
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no evidence file: not JSON ({error})") from error
     if not isinstance(fields, dict) or not {"runs", "kind", "backend"} <= fields.keys():
         raise ValueError(f"{path} is no evidence file: no runs, kind and backend in it")
     runs = tuple(

@@ -17,7 +17,8 @@ from splitkv.cli.main import main
 from splitkv.common.call import DecodeCall
 from splitkv.kernels_ascend import standin
 from splitkv.kernels_ascend.emit import emit
-from splitkv.kernels_ascend.routes import ROUTES, Wants, choose
+from splitkv.kernels_ascend.routes import OWN, ROUTES, Wants, choose
+from splitkv.kernels_ascend.soc import Soc
 from splitkv.matrix.closeness import bounds, errors
 from splitkv.matrix.reference import reference
 
@@ -122,6 +123,15 @@ def test_every_route_is_printed() -> None:
     assert printed == {route.name for route in ROUTES}
 
 
+def test_a_310p_whose_operator_takes_no_lists_is_not_printed_for() -> None:
+    fields = {"queries": 3, "causal": False, "heads": (4, 4), "dtype": torch.float16}
+    spec = make_call("BSND", [9], **fields).spec
+    wants = Wants(soc=Soc.ATLAS_310P, **OUTPUT)
+    assert getattr(choose(spec, wants).route, "name", None) == "prompt"
+    with pytest.raises(splitkv.UnsupportedError, match="route prompt on 310P"):
+        emit(spec, wants)
+
+
 MISTAKES = [
     ("NHD", {}, "scale=SCALE", "scale=1.0"),
     ("NHD", {}, "(lse <= -1e30)", "(lse != lse)"),
@@ -190,7 +200,7 @@ def test_the_command_shows_each_route(capsys: pytest.CaptureFixture[str]) -> Non
     main(arguments)
     shown = capsys.readouterr().out
     assert "FIA v1, BSND, 3-D cache" in shown
-    for route in ROUTES:
+    for route in (*ROUTES, OWN):
         assert route.name in shown
     main([*arguments, "--soc", "310P", "--dtype", "float16", "--json"])
     answer = json.loads(capsys.readouterr().out)["ascend"]

@@ -87,6 +87,20 @@ def test_replays_follow_the_lengths(layout: str, fields: dict[str, Any]) -> None
             assert wrong(state, shortened(call, lengths)) == [], lengths
 
 
+@pytest.mark.parametrize(("layout", "fields"), CALLS, ids=str)
+def test_no_request_is_no_operator_and_no_update(layout: str, fields: dict[str, Any]) -> None:
+    call = make_call(layout, [], **fields)
+    here, decode = placed(call), decoder(call)
+    decode.refresh([], table_of(call))
+    graph = torch.npu.NPUGraph()
+    with standin.recording() as calls, torch.npu.graph(graph):
+        state = decode.partial(here.q, here.cache)
+    assert not [one.name for one in calls if one.name.startswith("npu::")]
+    assert decode.updates(layers=2) == []
+    assert state.out.shape == (0, call.spec.num_queries, 4, call.spec.head_dim)
+    assert state.lse.shape == state.out.shape[:-1]
+
+
 @pytest.mark.parametrize("layout", ["NHD", "BSND"])
 def test_a_naive_replay_computes_the_captured_lengths(layout: str) -> None:
     """The backend's own call in a graph: right for the capture's lengths, wrong for any other."""
@@ -175,6 +189,10 @@ def test_keys_and_table_entries_outside_of_the_window_are_not_touched() -> None:
 
 
 REFUSED = [
+    ("NHD", {"logits_soft_cap": 10.0}, "logit soft cap: no operator is told of it"),
+    ("NHD", {"alibi": True}, "ALiBi"),
+    ("NHD", {"attn_bias": True}, "additive bias"),
+    ("NHD", {"attn_mask": True, "queries": 3}, "boolean mask"),
     ("NHD", {"sliding_window": 100, "anchor_tokens": 4}, "anchor_tokens 4 with a window: they are"),
     ("packed", {}, "packed queries or keys"),
     ("NHD", {"sliding_window": 100, "causal": False}, "causal=False with a window"),

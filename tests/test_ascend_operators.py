@@ -25,6 +25,7 @@ from splitkv.kernels_ascend.soc import Soc
 FIA, FIA2 = "npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"
 INCRE, PROMPT = "npu_incre_flash_attention", "npu_prompt_flash_attention"
 FUSION, ATB, UPDATE = "npu_fusion_attention", "_npu_paged_attention", "npu_attention_update"
+SCATTER = "npu_scatter_pa_kv_cache"
 ASCEND = backend_named("ascend")
 
 
@@ -116,6 +117,7 @@ CHIPS = [
     (FUSION, "yes yes no no"),  # 950: on the DT only
     (ATB, "yes yes no no"),  # 310P: NZ cache; 950: limited
     (UPDATE, "yes yes no yes"),
+    (SCATTER, "yes yes no no"),  # 950: by aclnn alone
 ]
 
 
@@ -176,6 +178,23 @@ BLOCKS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("rows_tnd_max", FIA2, {**TND, "rows": 4096}, {"rows": 4097}),
     ("rows_incre_max", INCRE, {"rows": 65535}, {"rows": 65536}),
     ("rows_incre_310p_max", INCRE, {**A310, "rows": 256}, {"rows": 257}),
+    ("rows_unaligned_max", FIA, {"queries": 2, "odd_bytes": 16, "rows": 128}, {"rows": 129}),
+    (
+        "query_row_max",
+        PROMPT,
+        {"queries": 2, "layout": "BSND", "query_row": 65534},
+        {"query_row": 65535},
+    ),
+    ("rows_prompt_310p_max", PROMPT, {**A310, "rows": 128}, {"rows": 129}),
+    ("keys_prompt_310p_max", PROMPT, {**A310, "keys": 65535}, {"keys": 65536}),
+    ("queries_prompt_310p_max", PROMPT, {**A310, "queries": 65535}, {"queries": 65536}),
+    ("group_prompt_310p", PROMPT, {**A310, "group": 1}, {"group": 2}),
+    ("lengths_prompt_310p", PROMPT, {**A310, "entries": 0}, {"entries": 1}),
+    ("mode_prompt_310p", PROMPT, {**A310, "sparse_mode": 0}, {"sparse_mode": 3}),
+    ("scatter_dtype", SCATTER, {"dtype": "uint8"}, {"dtype": "float8_e4m3fn"}),
+    ("scatter_kv_dtype", SCATTER, FP16, {"kv_dtype": "bfloat16"}),
+    ("scatter_form", SCATTER, {"cache_form": 4}, {"cache_form": 3}),
+    ("scatter_slots_max", SCATTER, {"slots": 2**31 - 1}, {"slots": 2**31}),
     ("rows_fusion_strict", FUSION, {**TND, "rows": 1024}, {"rows": 1025}),
     ("tnd_tokens_max", FIA2, {**TND, "tokens": 2**20}, {"tokens": 2**20 + 1}),
     ("entries_are_rows", FIA, {"rows": 21, "entries": 21}, {"entries": 20}),

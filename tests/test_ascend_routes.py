@@ -15,7 +15,7 @@ from splitkv.backends.ascend import AscendBackend
 from splitkv.common.call import DecodeCall
 from splitkv.common.spec import DecodeSpec, Layout
 from splitkv.kernels_ascend import fusion, output_only, standin, whole
-from splitkv.kernels_ascend.routes import ROUTES, Wants, choose, route_named
+from splitkv.kernels_ascend.routes import OWN, ROUTES, Wants, choose, route_named
 from splitkv.kernels_ascend.soc import Soc, soc_named, soc_of
 from splitkv.matrix.case import Case
 from splitkv.matrix.cases import CASES
@@ -111,6 +111,27 @@ def test_prompt_route(layout: str) -> None:
         run(make_call(layout, [300, 3], queries=5), route="prompt", needs_lse=False)
 
 
+@pytest.mark.parametrize("layout", ["BSND", "BNSD"])
+def test_prompt_route_of_a_310p_has_no_lists(layout: str) -> None:
+    """Nor a mask, nor grouped heads: requests that fill their cache are left."""
+    fields = {"queries": 5, "causal": False, "heads": (4, 4), "dtype": torch.float16}
+    wants = {"soc": Soc.ATLAS_310P, "needs_lse": False, "route": "prompt"}
+    with standin.recording() as calls:
+        assert run(make_call(layout, [128, 128], capacity=128, **fields), **wants) == []
+    (given,) = [one.arguments for one in calls if "npu::" in one.name]
+    unsaid = {"actual_seq_lengths", "actual_seq_lengths_kv", "atten_mask"}
+    assert {given[name] for name in unsaid} == {None}
+    assert (given["num_key_value_heads"], given["sparse_mode"]) == (0, 0)
+    with pytest.raises(splitkv.UnsupportedError, match="on 310P it takes no length lists"):
+        run(make_call(layout, [128, 127], capacity=128, **fields), **wants)
+    for change, words in (
+        ({"causal": True}, "the sparse mode is 0"),
+        ({"heads": (4, 2)}, "num_key_"),
+    ):
+        call = make_call(layout, [128, 128], capacity=128, **{**fields, **change})
+        assert words in str(AscendBackend(**wants).refusals(call.spec))
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_sinks_that_the_operator_adds_are_added_once(layout: str, queries: int) -> None:
@@ -122,6 +143,21 @@ def test_sinks_that_the_operator_adds_are_added_once(layout: str, queries: int) 
     assert [
         one.arguments["learnable_sink"] is not None for one in calls if "npu::" in one.name
     ] == [True]
+
+
+@pytest.mark.parametrize("route", [route.name for route in ROUTES if route.name != "fia-mla"])
+def test_no_request_at_all(route: str) -> None:
+    queries, sinks = (3 if route in ("prompt", "fia-tnd") else 1), torch.zeros(4)
+    layout = next(iter(route_named(route).layouts)).value
+    layout = "BSND" if layout == "packed" else layout  # packed queries are another shape
+    call = make_call(layout, [], queries=queries, sinks=route == "fia-sinks")
+    backend = AscendBackend(route=route, strict=False, needs_lse=False)
+    assert backend.refusals(call.spec) == []
+    placed = replace(call, q=on_npu(call.q), cache=on_npu(call.cache))
+    handed = on_npu(sinks) if route == "fia-sinks" else None
+    out, lse = backend.decode(placed, backend.plan_for(placed), sinks=handed)
+    assert out.shape == (0, queries, 4, 128)
+    assert lse.shape == (0, queries, 4)
 
 
 def test_sinks_added_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +276,7 @@ def spec(layout: str = "NHD", **fields: Any) -> DecodeSpec:
 
 MLA = {"head_dim": 576, "head_dim_v": 512, "num_kv_heads": 1}
 TWELVE = {**MLA, "num_q_heads": 12}
+NARROW = {"dtype": torch.float16, "num_queries": 4}
 ON_310P = {"soc": Soc.ATLAS_310P, "needs_lse": False}
 
 TABLE = [
@@ -267,7 +304,10 @@ TABLE = [
     ("NHD", {"dtype": torch.float16}, {"soc": Soc.ATLAS_310P}, None),
     ("NHD", {"dtype": torch.float16}, ON_310P, "incre"),
     ("NHD", {}, ON_310P, None),
-    ("BSND", {"dtype": torch.float16, "num_queries": 4}, ON_310P, "prompt"),
+    ("BSND", {"dtype": torch.float16, "num_queries": 4}, ON_310P, None),
+    ("BSND", {**NARROW, "num_kv_heads": 4}, ON_310P, None),  # causal
+    ("BSND", {**NARROW, "num_kv_heads": 4, "causal": False}, ON_310P, "prompt"),
+    ("BSND", {**NARROW, "num_kv_heads": 2, "causal": False}, ON_310P, None),
     ("NHD", {}, {"soc": Soc.A5}, "fia-rows"),
     ("BSND", {"dtype": torch.float32}, {"soc": Soc.A5}, None),
     ("NHD", {}, {"soc": Soc.A3, "needs_lse": False}, "fia-rows"),
@@ -291,7 +331,7 @@ def test_which_route_is_chosen(
     choice = choose(spec(layout, **fields), Wants(**wants))
     assert (None if choice.route is None else choice.route.name) == name, choice.refusals
     assert bool(choice.refusals) == (name is None)
-    others = {route.name for route in ROUTES} - {name}
+    others = {route.name for route in (*ROUTES, OWN)} - {name}
     assert set(choice.against) == others
     assert all(reasons and all(reasons) for reasons in choice.against.values())
 

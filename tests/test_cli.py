@@ -268,15 +268,17 @@ def test_plan_lists_its_profiles_with_their_sources(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--profile", "cpu"), "--lengths is missing"),
-        (("--lengths", "12"), "--profile is missing, known: ['cpu'"),
+        (("--profile", "cpu"), "--lengths and --profile are needed"),
+        (("--lengths", "12"), "one of ['cpu', 'NVIDIA H200'"),
+        (("--lengths", "9" * 20, "--profile", "cpu"), "at most 2147483647"),
+        (("--lengths", "1x1000001", "--profile", "cpu"), "more than 1000000 requests"),
         (("--lengths", "12", "--profile", "H100"), "unknown profile 'H100', known: ['cpu'"),
         (
             ("--lengths", "12,a", "--profile", "cpu"),
             "--lengths takes L or LxN between commas, got 'a' in '12,a'",
         ),
         (("--lengths=-5", "--profile", "cpu"), "got '-5'"),
-        (("--lengths", str(2**31), "--profile", "cpu"), "seq_lens[0] is 2147483648"),
+        (("--lengths", str(2**31), "--profile", "cpu"), "--lengths: 2147483648 tokens"),
         (
             ("--lengths", "12", "--profile", "cpu", "--num-splits", "0"),
             "num_splits must be an integer of 1 or more",

@@ -187,6 +187,46 @@ def test_naive_scatter_duplicate_slot(torch_npu: ModuleType) -> None:
         _write(torch_npu, torch.tensor([5, 5]), cache_mode="Norm")
 
 
+def test_contract_scatter_one_dtype(torch_npu: ModuleType) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        tokens = torch.ones(1, 2, 16).to(dtype).npu()
+        caches = [torch.zeros(3, 4, 2, 16).to(dtype).npu() for _ in "kv"]
+        slot = torch.tensor([9]).npu()
+        torch_npu.npu_scatter_pa_kv_cache(tokens, tokens, *caches, slot, cache_mode=None)
+        assert all(cache.cpu()[2, 1].all() for cache in caches)
+    with refused("must share one of"):
+        torch_npu._npu_reshape_and_cache(
+            *[torch.ones(1, 2, 16).npu()] * 2, *[torch.zeros(3, 4, 2, 16).npu()] * 2, slot.int()
+        )
+
+
+def test_naive_scatter_one_dtype(torch_npu: ModuleType) -> None:
+    """Rows as they come, in another dtype than the cache: torch would convert them."""
+    tokens = torch.ones(1, 2, 16).npu()
+    caches = [torch.zeros(3, 4, 2, 16).half().npu() for _ in "kv"]
+    slot = torch.tensor([9]).npu()
+    with refused("must share one of"):
+        torch_npu.npu_scatter_pa_kv_cache(tokens, tokens, *caches, slot, cache_mode="Norm")
+    with refused("keys torch.float32 and values torch.float16"):
+        torch_npu.npu_scatter_pa_kv_cache(tokens, tokens.half(), *caches, slot, cache_mode="Norm")
+
+
+def test_contract_scatter_value_dim(torch_npu: ModuleType) -> None:
+    k, v = torch.zeros(3, 4, 2, 16).npu(), torch.zeros(3, 4, 2, 8).npu()
+    tokens = (torch.ones(1, 2, 16).npu(), torch.ones(1, 2, 8).npu())
+    slot = torch.tensor([9]).npu()
+    torch_npu.npu_scatter_pa_kv_cache(*tokens, k, v, slot, cache_mode="Norm")
+    assert (k.cpu().sum(), v.cpu().sum()) == (32, 16)
+
+
+def test_naive_scatter_value_dim(torch_npu: ModuleType) -> None:
+    """Keys and values of different heads, folded into the last dimension alike."""
+    k, v = torch.zeros(3, 4, 1, 32).npu(), torch.zeros(3, 4, 2, 8).npu()
+    tokens = (torch.ones(1, 1, 32).npu(), torch.ones(1, 2, 8).npu())
+    with refused(r"keys \[1, 1, 32\] and values \[1, 2, 8\] differ"):
+        torch_npu.npu_scatter_pa_kv_cache(*tokens, k, v, torch.tensor([9]).npu(), cache_mode="Norm")
+
+
 def _reshape_and_cache(torch_npu: ModuleType, slots: Tensor) -> Tensor:
     tokens = torch.ones(1, 2, 16).half().npu()
     caches = [torch.zeros(3, 4, 2, 16).half().npu() for _ in "kv"]

@@ -25,7 +25,7 @@ import torch
 import splitkv
 from splitkv.backends.ascend import AscendBackend
 from splitkv.backends.base import Backend
-from splitkv.common.cache import DenseCache, PagedCache
+from splitkv.common.cache import DenseCache, PackedCache, PagedCache
 from splitkv.common.spec import Layout
 from splitkv.kernels_ascend import standin
 from splitkv.kernels_ascend.graphs import GraphDecode
@@ -102,8 +102,9 @@ def _works() -> Iterator[tuple[str, Callable[[], list[str] | None]]]:
     for count, D in ((2, 64), (16, 512), (17, 64), (2, 12)):
         for dtype in (torch.float32, torch.bfloat16):
             yield f"merge of {count}, D {D}, {dtype}", partial(_merge, count, D, dtype)
-    for layout in ("BSND", "BNSD", "NHD", "HND"):
-        yield f"append to {layout}", partial(_append, layout)
+    for layout in ("BSND", "BNSD", "packed", "NHD", "HND"):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+            yield f"append to {layout}, {dtype}", partial(_append, layout, dtype)
 
 
 def _backends() -> dict[str, Backend]:
@@ -158,14 +159,18 @@ def _merge(count: int, D: int, dtype: torch.dtype) -> None:
     )
 
 
-def _append(layout: str) -> None:
+def _append(layout: str, dtype: torch.dtype) -> None:
     kind = Layout(layout)
     shape = [3, 2, 128, 64] if kind in (Layout.HND, Layout.BNSD) else [3, 128, 2, 64]
-    k, v = torch.zeros(2, *shape, dtype=torch.bfloat16, device=NPU)
+    k, v = (torch.zeros(shape, device=NPU).to(dtype) for _ in "kv")
     lengths = torch.tensor([2, 5, 128], dtype=torch.int32)
-    if kind.paged:
+    cache: Any
+    if kind is Layout.PACKED:
+        offsets = torch.tensor([0, 2, 7, 3 * 128], dtype=torch.int32)
+        cache = PackedCache(k.flatten(0, 1), v.flatten(0, 1), offsets)
+    elif kind.paged:
         table = torch.arange(3, dtype=torch.int32, device=NPU)[:, None]
-        cache: Any = PagedCache(k, v, table, lengths, kind)
+        cache = PagedCache(k, v, table, lengths, kind)
     else:
         cache = DenseCache(k, v, lengths, kind)
     new = torch.randn(2, 3, 1, 2, 64, device=NPU).bfloat16()

@@ -31,6 +31,8 @@ EXAMPLES = [example for name in OURS for example in examples(name, TEXTS[name])]
 NO_CALL = {
     ("npu_fusion_attention", 0): "wants a test library",
     ("npu_fusion_attention_v3", 0): "wants a test library",
+    ("npu_scatter_pa_kv_cache", 0): "a space within a name: it is no Python from there on",
+    ("npu_scatter_pa_kv_cache", 1): "asks for a name that it does not have",
 }
 """Examples that end before they call the operator."""
 NO_SPEC = {

@@ -21,6 +21,7 @@ Call = dict[str, Any]
 
 FIA, FIA_V2 = "npu::npu_fused_infer_attention_score", "npu::npu_fused_infer_attention_score_v2"
 UPDATE = "npu::npu_attention_update"
+SCATTER = "npu::npu_scatter_pa_kv_cache"
 WITHOUT_META = {
     "npu::_npu_paged_attention",
     "npu::_npu_reshape_and_cache",
@@ -58,8 +59,8 @@ def test_everything_ran_or_was_refused(recorded: Recorded) -> None:
 def test_every_operator_of_the_stand_in_is_called(recorded: Recorded) -> None:
     called = {call["operator"].removeprefix("npu::") for call in recorded["calls"]}
     assert called <= set(SCHEMAS)
-    # modelled for whoever writes caches with them; splitkv's own append does without
-    assert set(SCHEMAS) - called == {"npu_scatter_pa_kv_cache", "_npu_reshape_and_cache"}
+    # modelled for whoever writes caches with it; splitkv's own append does without
+    assert set(SCHEMAS) - called == {"_npu_reshape_and_cache"}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -118,6 +119,19 @@ def test_a_wrong_call_is_refused(mistake: Callable[..., None], recorded: Recorde
     mistake(call["arguments"])
     with pytest.raises((RuntimeError, TypeError, ValueError)):
         attempt(FIA, call["arguments"])
+
+
+def test_every_append_is_the_vendors_write_in_mode_norm(recorded: Recorded) -> None:
+    appends = {name: said for name, said in recorded["ran"].items() if name.startswith("append")}
+    assert len(appends) == 20
+    assert set(map(tuple, appends.values())) == {(SCATTER,)}
+    written = of(recorded, SCATTER)
+    assert {call["arguments"]["cache_mode"] for call in written} == {"Norm"}
+    assert {call["arguments"]["slot_mapping"]["dtype"] for call in written} == {"int32"}
+    arguments = deepcopy(written[0]["arguments"])
+    arguments["cache_modes"] = arguments.pop("cache_mode")
+    with pytest.raises((RuntimeError, TypeError)):
+        attempt(SCATTER, arguments)
 
 
 def test_a_misspelt_argument_is_refused_without_a_meta_function_too(recorded: Recorded) -> None:

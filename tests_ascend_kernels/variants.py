@@ -74,7 +74,8 @@ def split_variants() -> Iterator[Variant]:
     for (place, lies), (masks, semantics), dim, dtype in product(
         places.items(), MASKS.items(), (64, 128, 256), (FP16, BF16)
     ):
-        if masks not in ("plain", "all-tree") and (dtype is FP16 or place in ("page-16", "page-20")):
+        other_code = dtype is BF16 and place in ("page-128", "dense")
+        if masks not in ("plain", "all-tree") and not other_code:
             continue  # the tile or the dtype differs, the code does not
         yield _split(
             f"split-{place}-{masks}-d{dim}-{dtype_name(dtype)}",

@@ -80,9 +80,9 @@ class Taped:
 
     def replay(self) -> None:
         """Run it on what its inputs hold now."""
-        found = pytree.tree_leaves(self.run())
+        found = _tensors(self.run())
         for target, value in zip(self.filled, found, strict=True):
-            if isinstance(value, torch.Tensor) and value.data_ptr() != target.data_ptr():
+            if value.data_ptr() != target.data_ptr():
                 target.copy_(value)
 
 
@@ -240,8 +240,11 @@ def taping(tape: list[Taped]) -> Iterator[None]:
 
 def _tape(name: str, arguments: dict[str, Any], run: Callable[[], Any], out: Any) -> None:
     if _state.tape is not None:
-        filled = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        _state.tape.append(Taped(name, arguments, run, filled))
+        _state.tape.append(Taped(name, arguments, run, _tensors(out)))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _check_capture(waits: bool) -> None:

@@ -159,9 +159,10 @@ def _build(operator: str, given: Mapping[str, Any], **names: str | None) -> Fuse
             name not in _SAME_NAME
             and name not in names.values()
             and value is not None
-            and value != 0
+            and (isinstance(value, Tensor) or value != 0)
         ):
-            raise StandinGapError(f"{operator}: the stand-in does not model {name}={value!r}")
+            shown = "" if isinstance(value, Tensor) else f"={value!r}"
+            raise StandinGapError(f"{operator}: the stand-in does not model {name}{shown}")
     layout = given["input_layout"]
     if layout in _UNMODELLED_LAYOUTS:
         raise StandinGapError(f"{operator}: the stand-in does not model input_layout {layout!r}")

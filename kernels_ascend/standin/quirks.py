@@ -199,14 +199,21 @@ QUIRKS = {
     ),
     "update-type-0": ("update_type 0 leaves the second output undefined (4.7; doc)"),
     "scatter-default-is-nz": (
-        "npu_scatter_pa_kv_cache writes the NZ format unless cache_mode='Norm'; on an ND cache "
-        "that is garbage, refused here (4.15; wheel)"
+        "npu_scatter_pa_kv_cache writes the NZ format unless cache_mode='Norm' or None; on an ND "
+        "cache that is garbage, refused here (4.15; wheel)"
     ),
     "scatter-negative-slot": (
         "a negative slot is skipped by both cache writes; nothing checks the upper end (4.15; "
         "code, not documented)"
     ),
     "scatter-duplicate-slot": ("two tokens for one slot are undefined, refused here (4.15; doc)"),
+    "scatter-one-dtype": (
+        "keys, values and both caches of npu_scatter_pa_kv_cache have one dtype; it takes float32 "
+        "too, which _npu_reshape_and_cache does not (4.15; doc)"
+    ),
+    "scatter-value-dim": (
+        "values may have another head dim than keys, not other heads (4.15; doc)"
+    ),
     "reshape-slots-int32": ("_npu_reshape_and_cache takes int32 slots only (4.15; doc)"),
     "one-device": ("operands on the host and on the NPU do not mix (inferred from torch)"),
 }
