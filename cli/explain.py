@@ -36,38 +36,70 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     spec = spec_from(args)
     ascend = _ascend(args)
-    if args.emit is not None:
-        return _emit(spec, ascend)
     if args.backend is not None:
         backend_named(args.backend)
+    if args.emit is not None:
+        if args.backend not in (None, "ascend"):
+            raise ValueError(f"--emit {args.emit} is a call of ascend, not of {args.backend}")
+        return _emit(spec, ascend, args.json)
     answers = explain(spec, args.device)
     if _says_more(args):
         told = [reason for reason in answers["ascend"] if reason not in _own_refusals(spec)]
         answers["ascend"] = told + ascend.refusals(spec)
     asked = answers if args.backend is None else {args.backend: answers[args.backend]}
     chosen = next((name for name, reasons in asked.items() if not reasons), None)
-    choice = ascend.choice(spec)
     if args.json:
-        routes = {
-            "soc": ascend.wants.soc.value,
-            "route": None if choice.route is None else choice.route.name,
-            "against": dict(choice.against),
-        }
-        print_json(
-            {"chosen": chosen, "spec": spec_json(spec), "reasons": answers, "ascend": routes}
-        )
-        return 0 if chosen is not None else 1
-    print(f"{spec}\nchosen: {chosen or 'none'}")
+        _print_json(spec, ascend, chosen, answers)
+    else:
+        _print_text(args, spec, ascend, chosen, answers)
+    return 0 if chosen is not None else 1
+
+
+def _print_json(
+    spec: DecodeSpec, ascend: AscendBackend, chosen: str | None, answers: dict[str, list[str]]
+) -> None:
+    choice = ascend.choice(spec)
+    routes = {
+        "soc": ascend.wants.soc.value,
+        "route": None if choice.route is None else choice.route.name,
+        "against": dict(choice.against),
+        "warnings": _warnings(spec),
+    }
+    print_json({"chosen": chosen, "spec": spec_json(spec), "reasons": answers, "ascend": routes})
+
+
+def _print_text(
+    args: argparse.Namespace,
+    spec: DecodeSpec,
+    ascend: AscendBackend,
+    chosen: str | None,
+    answers: dict[str, list[str]],
+) -> None:
+    print(", ".join(f"{name} {value}" for name, value in spec_json(spec).items() if value))
+    asked = "" if args.backend is None else f" ({args.backend} is asked for, no other counts)"
+    print(f"chosen: {chosen or 'none'}{asked}")
     print_table(
         ("backend", "reasons against it"),
         ((name, "\n".join(reasons) or "none") for name, reasons in answers.items()),
     )
+    if args.backend not in (None, "ascend") or args.device not in (None, ascend.device_type):
+        return
+    choice = ascend.choice(spec)
     print(f"\nroute on {ascend.wants.soc}: {ascend.route(spec) or 'none'}")
     rows = {name: "\n".join(reasons) for name, reasons in choice.against.items()}
     if choice.route is not None:
         rows = {choice.route.name: "none, it is chosen", **rows}
     print_table(("route of ascend", "reasons against it"), rows.items())
-    return 0 if chosen is not None else 1
+    for warning in _warnings(spec):
+        print(f"on ascend: {warning}")
+
+
+def _warnings(spec: DecodeSpec) -> list[str]:
+    """What the Ascend backend would warn of."""
+    from splitkv.kernels_ascend.routes import page_warning
+
+    found = None if spec.page_size is None else page_warning(spec.page_size)
+    return [] if found is None else [found]
 
 
 def _ascend(args: argparse.Namespace) -> AscendBackend:
@@ -92,7 +124,7 @@ def _own_refusals(spec: DecodeSpec) -> list[str]:
     return backend_named("ascend").refusals(spec)
 
 
-def _emit(spec: DecodeSpec, ascend: AscendBackend) -> int:
+def _emit(spec: DecodeSpec, ascend: AscendBackend, as_json: bool) -> int:
     from splitkv.kernels_ascend.emit import emit
 
     try:
@@ -100,7 +132,13 @@ def _emit(spec: DecodeSpec, ascend: AscendBackend) -> int:
             raise UnsupportedError("\n".join(["no route serves this", *reasons]))
         text = emit(spec, ascend.wants)
     except UnsupportedError as refusal:
-        print(refusal)
+        if as_json:
+            print_json({"source": None, "reasons": str(refusal).splitlines()})
+        else:
+            print(refusal)
         return 1
-    print(text, end="")
+    if as_json:
+        print_json({"source": text, "warnings": _warnings(spec)})
+    else:
+        print("".join(f"# {warning}\n" for warning in _warnings(spec)) + text, end="")
     return 0

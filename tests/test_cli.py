@@ -149,6 +149,29 @@ def test_explain_names_the_chosen_one_and_everyones_reasons(run: Any) -> None:
     assert "it takes npu tensors" in " ".join(out.split())
 
 
+def test_explain_emits_json_where_json_is_asked_for(run: Any) -> None:
+    code, out, _ = run("explain", "--emit", "torch_npu", "--json", "--page-size", "16")
+    assert code == 0
+    emitted = json.loads(out)
+    compile(emitted["source"], "emitted", "exec")
+    assert "page size 16" in emitted["warnings"][0]
+    code, out, _ = run("explain", "--emit", "torch_npu", "--json", "--soft-cap", "30")
+    assert code == 1
+    assert json.loads(out)["source"] is None
+    code, out, err = run("explain", "--emit", "torch_npu", "--backend", "cpu")
+    assert (code, out) == (2, "")
+    assert "is a call of ascend, not of cpu" in err
+
+
+def test_explain_shows_what_ascend_would_warn_of(run: Any) -> None:
+    assert "on ascend: page size 16" in run("explain", "--page-size", "16")[1]
+    assert "on ascend" not in run("explain", "--page-size", "128")[1]
+    code, out, _ = run("explain", "--backend", "cpu")
+    assert code == 0
+    assert "cpu is asked for" in out
+    assert "route" not in out
+
+
 def test_explain_exits_1_if_the_named_backend_does_not_take_it(run: Any) -> None:
     code, out, _ = run("explain", "--device", "cpu", "--backend", "cuda", "--json")
     assert code == 1
