@@ -14,7 +14,7 @@ import splitkv
 from ascend_calls import complaints, decode, make_call, on_npu
 from splitkv.backends.ascend import AscendBackend
 from splitkv.backends.registry import backend_named
-from splitkv.common.state import PartialState
+from splitkv.common.state import PartialState, merge_states_torch
 from splitkv.kernels_ascend import standin
 from splitkv.kernels_ascend.graphs import GraphDecode
 from splitkv.kernels_ascend.limits import Facts, doubts, limits, load, violations
@@ -53,6 +53,58 @@ def test_2_1_states_come_from_operators_with_an_lse(row: str, operator: str, usa
     assert (not found) == usable
     assert usable or f"{operator} reports no LSE" in found[0]
     assert violations(Facts(operator=operator, state=0)) == []
+
+
+# How a row of 2.1 that no route here calls reports its softmax over [B, H, S, T] scores, and how
+# that becomes a state [B, S, H] by what common.state has: B 2, H 4, S 3, two kv heads.
+UNROUTED = {
+    "npu_block_sparse_attention, BNSD: LSE (B, N, S, 1)": (
+        lambda top, total: (top + total.log())[..., None],
+        lambda out, lse: PartialState.from_lse(out, lse[..., 0].transpose(1, 2)),
+    ),
+    "npu_block_sparse_attention, TND: LSE (T, N, 1)": (
+        lambda top, total: (top + total.log()).transpose(1, 2).reshape(6, 4, 1),
+        lambda out, lse: PartialState.from_lse(out, lse.view(2, 3, 4)),
+    ),
+    "npu_sparse_flash_attention, BSND: max and sum [B, N_kv, S, G]": (
+        lambda top, total: tuple(x.view(2, 2, 2, 3).transpose(2, 3) for x in (top, total)),
+        lambda out, sums: PartialState.from_lse(
+            out, (sums[0] + sums[1].log()).permute(0, 2, 1, 3).reshape(2, 3, 4)
+        ),
+    ),
+    "npu_multi_head_latent_attention.lse: (T, N, 1) in the query's dtype": (
+        lambda top, total: (top + total.log()).transpose(1, 2).reshape(6, 4, 1).half(),
+        lambda out, lse: PartialState.from_lse(out, lse.float().view(2, 3, 4)),
+    ),
+    "npu_ring_mla: (N_q, T), heads first": (
+        lambda top, total: (top + total.log()).transpose(0, 1).reshape(4, 6),
+        lambda out, lse: PartialState.from_lse(out, lse.T.reshape(2, 3, 4)),
+    ),
+    "cann_ops_transformer.flash_attn and flash_attn_npu_3: (B, N, S)": (
+        lambda top, total: top + total.log(),
+        lambda out, lse: PartialState.from_lse(out, lse.transpose(1, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", UNROUTED)
+def test_2_1_what_other_operators_report_becomes_a_state(row: str) -> None:
+    report, state_of = UNROUTED[row]
+    scores = torch.randn(2, 4, 3, 40, generator=torch.Generator().manual_seed(1)) * 3
+    values = torch.randn(2, 4, 40, 8, generator=torch.Generator().manual_seed(2))
+
+    def shard(keys: slice) -> PartialState:
+        part = scores[..., keys]
+        top = part.amax(-1)
+        total = (part - top[..., None]).exp().sum(-1)
+        out = part.softmax(-1) @ values[:, :, keys]
+        return state_of(out.transpose(1, 2), report(top, total))
+
+    merged = merge_states_torch([shard(slice(0, 7)), shard(slice(7, 40))])
+    whole = (scores.softmax(-1) @ values).transpose(1, 2)
+    rounded = 2e-3 if ".lse" in row else 2e-6  # an LSE of 16 bits costs that much
+    assert torch.linalg.norm(merged.out - whole) <= rounded * torch.linalg.norm(whole)
+    assert torch.allclose(merged.lse, scores.logsumexp(-1).transpose(1, 2), rtol=rounded)
 
 
 # --- 2.2: three ways of saying "nothing attended" -----------------------------------------------
