@@ -12,7 +12,7 @@ from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.state import PartialState
 from splitkv.kernels_ascend import own
-from splitkv.kernels_ascend.checks import refuse
+from splitkv.kernels_ascend.checks import check_planned, lie_of, refuse
 from splitkv.kernels_ascend.host_facts import HostFacts, read_facts
 from splitkv.kernels_ascend.lse import normalise
 from splitkv.kernels_ascend.merge import merge
@@ -64,7 +64,7 @@ def check_state(spec: DecodeSpec, wants: Wants) -> None:
 
 def _prepared(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
     key = ("ascend", call.spec, wants)
-    made_for = (facts, call.q.shape, call.cache.k.shape, call.q.device)
+    made_for = (facts, call.q.shape, call.q.device, *lie_of(call.cache))
     bound = plan.bound.get(key)
     if not isinstance(bound, _Bound) or bound.made_for != made_for:
         if is_capturing():
@@ -72,6 +72,7 @@ def _prepared(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants)
                 "the stream is being captured, and this plan has not yet run for these lengths and "
                 "shapes: run one call with it before the capture"
             )
+        check_planned(facts, plan)
         bound = _Bound(made_for, prepare(call, plan, facts, wants))
         plan.bound[key] = bound
     return bound.prepared
@@ -87,12 +88,12 @@ def _merged(
     results: list[tuple[Tensor, Tensor]], gather: Tensor | None, q: Tensor, head_dim_v: int
 ) -> PartialState:
     """One state per slot, [slots, H]."""
-    nothing = PartialState.empty((1, q.shape[1]), head_dim_v, device=q.device)
+    outs, lses = [out for out, _ in results], [lse for _, lse in results]
     if gather is None and results:
-        ((out, lse),) = results
+        out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (outs, lses))
         return PartialState(lse, lse, out)
-    outs = torch.cat([*(out for out, _ in results), nothing.out])
-    lses = torch.cat([*(lse for _, lse in results), nothing.lse])
     assert gather is not None
-    picked = [PartialState(lses[row], lses[row], outs[row]) for row in gather]
+    nothing = PartialState.empty((1, q.shape[1]), head_dim_v, device=q.device)
+    all_outs, all_lses = torch.cat([*outs, nothing.out]), torch.cat([*lses, nothing.lse])
+    picked = [PartialState(all_lses[row], all_lses[row], all_outs[row]) for row in gather]
     return merge(picked)

@@ -4,12 +4,13 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from splitkv.common.cache import DenseCache, PagedCache
+from splitkv.common.cache import Cache, DenseCache, PagedCache
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.support import UnsupportedError
 from splitkv.kernels_ascend import own
+from splitkv.kernels_ascend.host_facts import HostFacts
 from splitkv.kernels_ascend.limits import Facts, limit, violations
 from splitkv.kernels_ascend.pieces import Piece
 from splitkv.kernels_ascend.pools import page_size_of, page_step
@@ -173,3 +174,22 @@ def warn_of_page_size(page_size: int) -> None:
     text = page_warning(page_size)
     if text is not None:
         warnings.warn(text, stacklevel=2)
+
+
+def lie_of(cache: Cache) -> tuple[object, ...]:
+    """How K and V lie, all that ``tensor_refusals`` looks at: equal for caches that it answers
+    alike. v may be a view of k.
+    """
+    k, v = cache.k, cache.v
+    return k.shape, k.stride(), v.shape, v.stride(), k.data_ptr() == v.data_ptr()
+
+
+def check_planned(facts: HostFacts, plan: SplitPlan) -> None:
+    """Raise ValueError where a length, known to the host by now, is above the plan's."""
+    planned = zip(facts.lengths, plan.seq_lens.tolist(), strict=True)
+    for index, (length, most) in enumerate(planned):
+        if length > most:
+            raise ValueError(
+                f"seq_lens[{index}] is {length}, the plan was made for {most}; "
+                "call plan.refresh(seq_lens)"
+            )

@@ -92,6 +92,11 @@ def _unprinted(spec: DecodeSpec, route: Route, wants: Wants) -> list[str]:
             f"sliding_window {spec.sliding_window} on route {route.name} over layout "
             f"{spec.layout.value}: windows are printed for pages only"
         )
+    if route is FIA_TND and spec.layout in (Layout.BSND, Layout.BNSD):
+        found.append(
+            f"layout {spec.layout.value} with several queries: layout TND sees a dense cache as "
+            "pages of it; print it for pages"
+        )
     if spec.anchor_tokens and spec.sliding_window is not None and spec.num_queries > 1:
         found.append("anchors with several queries: print it for one query")
     return found

@@ -2,6 +2,7 @@
 
 from splitkv.common.spec import DecodeSpec, Layout
 from splitkv.kernels_ascend.emit_text import (
+    IN_FRONT,
     MASK,
     MERGE,
     REPAIR,
@@ -123,7 +124,8 @@ def tnd(spec: DecodeSpec) -> str:
 def packed(spec: DecodeSpec, *, hands_sinks: bool) -> str:
     """Layout TND without a window."""
     causal = spec.causal and spec.num_queries > 1
-    body = "    ends = [S * (row + 1) for row in range(len(seq_lens))]  # running sums\n"
+    body = IN_FRONT if causal and hands_sinks else ""
+    body += "    ends = [S * (row + 1) for row in range(len(seq_lens))]  # running sums\n"
     lengths = "seq_lens"
     if spec.layout.paged:
         body += pools(spec) + "    table = block_table.to(torch.int32).contiguous()\n"

@@ -1,7 +1,10 @@
 """Calls of the operators besides FIA as text."""
 
+from textwrap import indent
+
 from splitkv.common.spec import DecodeSpec, Layout
 from splitkv.kernels_ascend.emit_text import (
+    IN_FRONT,
     MASK,
     UNSEEN,
     ending,
@@ -15,16 +18,21 @@ from splitkv.kernels_ascend.routes import INCRE
 def fusion(spec: DecodeSpec) -> str:
     """The training operator, over packed keys."""
     causal = spec.causal and spec.num_queries > 1
-    body = """\
+    body = IN_FRONT if causal else ""
+    body += """\
     kept = [row for row, n in enumerate(seq_lens) if n]  # rows without keys are not documented
+    lse = torch.full((q.shape[0], S, H), -math.inf, device=q.device)
+    out = torch.zeros(q.shape[0], S, H, DV, device=q.device)
 """
+    call = ""
     if spec.layout is not Layout.PACKED:
         row = (
             "[row, : seq_lens[row]]" if spec.layout is Layout.BSND else "[row, :, : seq_lens[row]]"
         )
         turn = "" if spec.layout is Layout.BSND else ".transpose(0, 1)"
-        body += "    # one request after the other, which copies them\n"
-        body += f"    k, v = (torch.cat([x{row}{turn} for row in kept]) for x in (k, v))\n"
+        call += "    # one request after the other, which copies them\n"
+        call += f"    rows = ([x{row}{turn} for row in kept] for x in (k, v))\n"
+        call += "    k, v = map(torch.cat, rows)\n"
     keywords: dict[str, object] = {
         "scale": "SCALE",
         "actual_seq_qlen": "[S * (row + 1) for row in range(len(kept))]",
@@ -34,20 +42,19 @@ def fusion(spec: DecodeSpec) -> str:
     if causal:
         keywords |= {"sparse_mode": "3", "atten_mask": "MASK.to(q.device)"}
     index = "torch.tensor(kept).to(q.device)"
-    body += f"    index = {index}\n"
-    body += operator_call(
+    call += f"    index = {index}\n"
+    call += operator_call(
         "npu_fusion_attention",
         'q[index].reshape(-1, H, D), k, v, H, "TND"',
         keywords,
         "found, top, total, *_",
     )
-    body += """\
-    lse = torch.full((q.shape[0], S, H), -math.inf, device=q.device)
-    out = torch.zeros(q.shape[0], S, H, DV, device=q.device)
+    call += """\
     # max and sum, each 8 times over
     lse[index] = (top[..., 0] + total[..., 0].log()).view(-1, S, H)
     out[index] = found.view(-1, S, H, DV).float()
 """
+    body += "    if kept:\n" + indent(call, "    ")
     return (MASK if causal else "") + signature(spec) + body + ending(spec)
 
 

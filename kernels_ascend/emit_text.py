@@ -35,6 +35,11 @@ MASK = """
 MASK = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 """
 
+IN_FRONT = """\
+    if any(0 < n < S for n in seq_lens):
+        raise ValueError(f"{S} queries in front of the first key: lengths are 0 or at least {S}")
+"""
+
 ROWS = '''
 
 def rows_of(seq_lens):

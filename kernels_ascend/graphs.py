@@ -32,7 +32,8 @@ from splitkv.common.plan import plan_splits
 from splitkv.common.profile import ASCEND_910B3
 from splitkv.common.spec import DecodeSpec, Layout
 from splitkv.common.state import PartialState
-from splitkv.kernels_ascend.checks import refuse, tensor_refusals
+from splitkv.common.visibility import as_lengths
+from splitkv.kernels_ascend.checks import lie_of, refuse, tensor_refusals
 from splitkv.kernels_ascend.fused_infer import (
     FusedCall,
     Heads,
@@ -112,6 +113,7 @@ class GraphDecode:
             columns = _columns(spec, max_len)
             self._table = torch.zeros(batch, columns, dtype=torch.int32, device=device)
         self._workspace: Tensor | None = None
+        self._checked: set[tuple[object, ...]] = set()
         if self.route is FIA_TND:
             compressed_mask(torch.device(device))  # made here: a capture must not copy
 
@@ -125,22 +127,24 @@ class GraphDecode:
         """
         if is_capturing():
             raise RuntimeError("refresh copies to the device: call it outside of the capture")
+        seq_lens = as_lengths("seq_lens", seq_lens).tolist()
         if len(seq_lens) != self.batch or max(seq_lens, default=0) > self.max_len:
             raise ValueError(
-                f"seq_lens must be {self.batch} lengths up to {self.max_len}, got {list(seq_lens)}"
+                f"seq_lens must be {self.batch} lengths up to {self.max_len}, got {seq_lens}"
             )
         queries = self.spec.num_queries
         if any(0 < length < queries for length in seq_lens):
-            raise ValueError(f"{queries} queries need as many keys, got lengths {list(seq_lens)}")
-        firsts = [_first_page(self.spec, length) for length in seq_lens]
+            raise ValueError(f"{queries} queries need as many keys, got lengths {seq_lens}")
         page = self.spec.page_size or 0
+        if self._table is not None:
+            _check_table(block_table, seq_lens, page)
+        firsts = [_first_page(self.spec, length) for length in seq_lens]
         self._lengths = [
             length - first * page for length, first in zip(seq_lens, firsts, strict=True)
         ]
         if self._table is None:
             return
-        if block_table is None:
-            raise ValueError("a paged cache needs its block_table")
+        assert block_table is not None
         self._fill(self._table, firsts, seq_lens, block_table)
 
     def _fill(
@@ -177,6 +181,7 @@ class GraphDecode:
 
         Raises:
             UnsupportedError: the cache's strides or size.
+            ValueError: a dense cache that is shorter than a length of ``refresh``.
             RuntimeError: the first call happens inside of a capture, where no workspace can be
                 sized.
         """
@@ -185,6 +190,13 @@ class GraphDecode:
             return PartialState.empty(
                 (0, spec.num_queries, spec.num_q_heads), spec.head_dim_v, device=q.device
             )
+        if isinstance(cache, DenseCache) and max(self._lengths) > cache.capacity:
+            raise ValueError(
+                f"a length is {max(self._lengths)}, the cache's capacity is {cache.capacity} tokens"
+            )
+        if (lie := lie_of(cache)) not in self._checked:  # layers may differ in their strides
+            self._check(q, cache)
+            self._checked.add(lie)
         if self._workspace is None:
             self._prepare(q, cache)
         assert self._workspace is not None
@@ -205,17 +217,19 @@ class GraphDecode:
             raise RuntimeError(
                 "the workspace is sized by the first call: make one before the capture"
             )
-        plan = plan_splits(
-            self.spec, [self.max_len] * self.batch, profile=ASCEND_910B3, num_splits=1
-        )
-        if reasons := tensor_refusals(DecodeCall(q, cache, self.spec), plan, self.wants):
-            refuse(self.spec, *reasons)
         longest = self.max_len
         if self._table is not None:
             longest = min(longest, self._table.shape[1] * (self.spec.page_size or 1))
         elif isinstance(cache, DenseCache):
             longest = min(longest, cache.capacity)
         self._workspace = self._call(q, cache, [longest] * self.batch).workspace()
+
+    def _check(self, q: Tensor, cache: Cache) -> None:
+        plan = plan_splits(
+            self.spec, [self.max_len] * self.batch, profile=ASCEND_910B3, num_splits=1
+        )
+        if reasons := tensor_refusals(DecodeCall(q, cache, self.spec), plan, self.wants):
+            refuse(self.spec, *reasons)
 
     def _call(self, q: Tensor, cache: Cache, lengths: Sequence[int]) -> FusedCall:
         spec, queries = self.spec, self.spec.num_queries
@@ -250,6 +264,21 @@ class GraphDecode:
             shape = [rows, 1, heads] if by_token else [rows, heads, 1]
         out = torch.empty((*shape, self.spec.head_dim_v), dtype=q.dtype, device=q.device)
         return out, torch.empty(lse, dtype=torch.float32, device=q.device)
+
+
+def _check_table(block_table: Tensor | None, seq_lens: Sequence[int], page: int) -> None:
+    if block_table is None:
+        raise ValueError("a paged cache needs its block_table")
+    wanted = (len(seq_lens), -(-max(seq_lens, default=0) // page))
+    if block_table.ndim != 2 or block_table.shape[0] != wanted[0]:
+        raise ValueError(
+            f"block_table must be [{wanted[0]}, blocks], got {list(block_table.shape)}"
+        )
+    if block_table.shape[1] < wanted[1]:
+        raise ValueError(
+            f"block_table has {block_table.shape[1]} columns, a length of {max(seq_lens)} with "
+            f"pages of {page} needs {wanted[1]}"
+        )
 
 
 def _first_page(spec: DecodeSpec, length: int) -> int:

@@ -60,7 +60,7 @@ def host_integers(name: str, tensor: Tensor, memo: Memo) -> tuple[int, ...]:
     if tensor.device.type == "cpu":
         return tuple(tensor.tolist())
     version = None if tensor.is_inference() else tensor._version
-    key = (name, tensor.data_ptr(), tensor.shape)
+    key = (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     copied = memo.get(key)
     if not isinstance(copied, _Copied) or copied.version != version:
         if is_capturing():

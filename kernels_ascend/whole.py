@@ -10,7 +10,7 @@ from splitkv.common.cache import DenseCache
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
-from splitkv.kernels_ascend.checks import check_rows, refuse, tensor_refusals
+from splitkv.kernels_ascend.checks import check_planned, check_rows, refuse, tensor_refusals
 from splitkv.kernels_ascend.fused_infer import Heads, Pages, packed_queries
 from splitkv.kernels_ascend.host_facts import HostFacts, read_facts
 from splitkv.kernels_ascend.lse import normalise
@@ -47,6 +47,7 @@ def decode_whole(
     if reasons := tensor_refusals(call, plan, wants):
         refuse(call.spec, *reasons)
     facts = read_facts(call, plan.bound)
+    check_planned(facts, plan)
     if route is FIA_SINKS:
         return _with_sinks(call, facts, wants, sinks)
     unknown = torch.full(call.rows, math.nan, device=call.q.device)
