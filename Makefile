@@ -4,6 +4,8 @@ WORKERS ?= 2
 
 VENV := .venv/bin
 PIP := $(VENV)/python -m pip --disable-pip-version-check
+# In a virtual environment of another name: .venv-x/$(INSTALL) package
+INSTALL := bin/python -m pip --disable-pip-version-check install --quiet
 
 # A CUDA build of torch brings the triton it pins. Its CPU build brings none, and then the kernels
 # are interpreted and compiled with the release that the GPU runs used.
@@ -92,18 +94,18 @@ $(VENV)/pip:
 # torch_npu needs a torch of its own number, and keeps other tests from running beside it.
 .venv-npu/.ready: Makefile
 	$(PYTHON) -m venv .venv-npu
-	.venv-npu/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0 numpy pyyaml pytest
-	.venv-npu/bin/python -m pip --disable-pip-version-check install --quiet --no-deps torch-npu==2.13.0
+	.venv-npu/$(INSTALL) torch==2.13.0 numpy pyyaml pytest
+	.venv-npu/$(INSTALL) --no-deps torch-npu==2.13.0
 	@touch $@
 
 # Huawei's wheels are for Python 3.11 on x86_64; triton-ascend takes the place of triton: a venv each.
 .venv-ascend-ir/.ready: Makefile
 	$(PYTHON) -m venv .venv-ascend-ir
-	.venv-ascend-ir/bin/python -m pip --disable-pip-version-check install --quiet --no-deps ascendnpu-ir==1.2.0
+	.venv-ascend-ir/$(INSTALL) --no-deps ascendnpu-ir==1.2.0
 	@touch $@
 
 .venv-triton-ascend/.ready: Makefile
 	$(PYTHON) -m venv .venv-triton-ascend
-	.venv-triton-ascend/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0 numpy pybind11 pytest pytest-timeout pytest-xdist pyyaml setuptools
-	.venv-triton-ascend/bin/python -m pip --disable-pip-version-check install --quiet --no-deps triton-ascend==3.2.0
+	.venv-triton-ascend/$(INSTALL) torch==2.13.0 numpy pybind11 pytest pytest-timeout pytest-xdist pyyaml setuptools
+	.venv-triton-ascend/$(INSTALL) --no-deps triton-ascend==3.2.0
 	@touch $@

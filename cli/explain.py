@@ -3,7 +3,7 @@
 import argparse
 
 from splitkv.backends.ascend import AscendBackend
-from splitkv.backends.registry import BACKENDS, backend_named, explain
+from splitkv.backends.registry import BACKENDS, backend_named, explain, reasons
 from splitkv.cli.output import print_json, print_table
 from splitkv.cli.spec_arguments import add_spec_arguments, spec_from, spec_json
 from splitkv.common.spec import DecodeSpec
@@ -42,10 +42,7 @@ def run(args: argparse.Namespace) -> int:
         if args.backend not in (None, "ascend"):
             raise ValueError(f"--emit {args.emit} is a call of ascend, not of {args.backend}")
         return _emit(spec, ascend, args.json)
-    answers = explain(spec, args.device)
-    if _says_more(args):
-        told = [reason for reason in answers["ascend"] if reason not in _own_refusals(spec)]
-        answers["ascend"] = told + ascend.refusals(spec)
+    answers = explain(spec, args.device) | {ascend.name: reasons(ascend, spec, args.device)}
     asked = answers if args.backend is None else {args.backend: answers[args.backend]}
     chosen = next((name for name, reasons in asked.items() if not reasons), None)
     if args.json:
@@ -114,14 +111,6 @@ def _ascend(args: argparse.Namespace) -> AscendBackend:
         route=args.route,
         needs_lse=not args.no_lse,
     )
-
-
-def _says_more(args: argparse.Namespace) -> bool:
-    return args.soc is not None or args.route is not None or args.loose or args.no_lse
-
-
-def _own_refusals(spec: DecodeSpec) -> list[str]:
-    return backend_named("ascend").refusals(spec)
 
 
 def _emit(spec: DecodeSpec, ascend: AscendBackend, as_json: bool) -> int:

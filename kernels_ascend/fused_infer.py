@@ -58,6 +58,10 @@ class Pages:
     table: Tensor
     page_size: int
 
+    def keywords(self) -> dict[str, Any]:
+        """As every operator that takes pages spells them, but ATB's."""
+        return {"block_table": self.table, "block_size": self.page_size}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedCall:
@@ -124,7 +128,7 @@ def packed_call(
         "input_layout": "TND",
         "actual_seq_qlen": list(accumulate(counts)),
         "actual_seq_kvlen": lengths,
-        **_page_keywords(pages),
+        **({} if pages is None else pages.keywords()),
         **masking,
         **({} if sinks is None else {"learnable_sink": sinks}),
         **heads.keywords_v2(),
@@ -158,7 +162,7 @@ def single_call(
     keywords = {
         "input_layout": layout,
         "actual_seq_lengths_kv": list(kv_lens),
-        **_page_keywords(pages),
+        **({} if pages is None else pages.keywords()),
         **heads.keywords(),
     }
     query = q[:, None] if layout == "BSND" else q[:, :, None]
@@ -191,10 +195,6 @@ def latent_queries(
         **heads.keywords(),
     )
     return out.flatten(1, 2), lse[..., 0, 0]
-
-
-def _page_keywords(pages: Pages | None) -> dict[str, Any]:
-    return {} if pages is None else {"block_table": pages.table, "block_size": pages.page_size}
 
 
 @cache

@@ -28,9 +28,6 @@ def incremental(
     T, D] for BNSD). Its ``actual_seq_lengths`` are those of the keys.
     """
     k, v = (pages.k, pages.v) if pages is not None else kv or (None, None)
-    paging: dict[str, Any] = {}
-    if pages is not None:
-        paging = {"block_table": pages.table, "block_size": pages.page_size}
     out: Tensor = operators().npu_incre_flash_attention(
         q[:, None] if layout == "BSND" else q[:, :, None],
         k,
@@ -41,7 +38,7 @@ def incremental(
         scale_value=heads.scale,
         input_layout=layout,
         inner_precise=0,
-        **paging,
+        **({} if pages is None else pages.keywords()),
     )
     return out.flatten(1, 2)
 

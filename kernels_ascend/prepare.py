@@ -90,11 +90,7 @@ def _prepare_dense(call: DecodeCall, facts: HostFacts) -> Prepared:
 def _prepare_packed(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
     spec = call.spec
     causal = _takes_causal_mask(spec, plan, facts)
-    pieces = (
-        whole_causal_pieces(facts.lengths, facts.counts)
-        if causal
-        else cut_pieces(plan, facts.lengths, facts.counts, align=1)
-    )
+    pieces = _pieces(plan, facts, causal=causal)
     starts = [facts.key_starts[piece.request] + piece.start for piece in pieces]
     tiling = tile_rows(starts, [piece.length for piece in pieces])
     in_place = [None if row is None else pieces[row] for row in tiling.in_place]
@@ -119,11 +115,7 @@ def _prepare_fusion(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: 
     """
     spec = call.spec
     causal = _takes_causal_mask(spec, plan, facts)
-    pieces = (
-        whole_causal_pieces(facts.lengths, facts.counts)
-        if causal
-        else cut_pieces(plan, facts.lengths, facts.counts, align=1)
-    )
+    pieces = _pieces(plan, facts, causal=causal)
     fold = spec.num_kv_heads if spec.layout is Layout.BNSD else 1
     rows = [(piece, head) for piece in pieces for head in range(fold)]
     if isinstance(call.cache, DenseCache):
@@ -158,7 +150,7 @@ def _prepare_fusion(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: 
 
 
 def _prepare_latent(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: Wants) -> Prepared:
-    pieces = cut_pieces(plan, facts.lengths, facts.counts, align=1, share=False)
+    pieces = _pieces(plan, facts, share=False)
     if not pieces:
         return _assemble([], 1, call.q)
     check_rows(call.spec, wants, FIA_MLA, pieces, layout="BSND")
@@ -193,11 +185,7 @@ def _prepare_paged(call: DecodeCall, plan: SplitPlan, facts: HostFacts, wants: W
     shares = _shares_rows(spec, page_size, wants)
     fold = spec.num_kv_heads if spec.layout is Layout.BNSD else 1
     causal = shares and _takes_causal_mask(spec, plan, facts)
-    pieces = (
-        whole_causal_pieces(facts.lengths, facts.counts)
-        if causal
-        else cut_pieces(plan, facts.lengths, facts.counts, align=page_size, share=shares)
-    )
+    pieces = _pieces(plan, facts, causal=causal, align=page_size, share=shares)
     in_place = [piece for piece in pieces if piece.start % page_size == 0]
     copied = [piece for piece in pieces if piece.start % page_size]
     launches: list[Launch] = []
@@ -219,6 +207,17 @@ def _shares_rows(spec: DecodeSpec, page_size: int, wants: Wants) -> bool:
     if reasons and wants.route is not None:
         refuse(spec, *reasons)
     return not reasons
+
+
+def _pieces(
+    plan: SplitPlan, facts: HostFacts, *, causal: bool = False, align: int = 1, share: bool = True
+) -> list[Piece]:
+    """Whole requests where the operator's causal mask is taken (``causal``), else ranges that every
+    query of a piece sees whole.
+    """
+    if causal:
+        return whole_causal_pieces(facts.lengths, facts.counts)
+    return cut_pieces(plan, facts.lengths, facts.counts, align=align, share=share)
 
 
 def _takes_causal_mask(spec: DecodeSpec, plan: SplitPlan, facts: HostFacts) -> bool:

@@ -4,7 +4,7 @@ Facts of the spec alone, no device needed; numbers are in ``limits.yaml``.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from splitkv.common.spec import DecodeSpec, Feature, Layout
@@ -15,6 +15,18 @@ from splitkv.kernels_ascend.soc import Soc
 
 MLA_LATENT, MLA_ROPE = 512, 64
 """Parts of a key of absorbed MLA: head_dim 576 is the latent and the rope part behind it."""
+
+
+_FOLLOWING = "keys one request after the other"
+_CACHES = {
+    Layout.NHD: "3-D cache [pages, P, K*D]",
+    Layout.HND: "4-D cache [pages, K, P, D]",
+    Layout.BSND: "dense cache, or its 3-D page view",
+    Layout.BNSD: "dense cache, or its 3-D page view with a request per kv head",
+    Layout.PACKED: _FOLLOWING,
+}
+_AS_IT_LIES = _CACHES | dict.fromkeys((Layout.BSND, Layout.BNSD), "dense cache")
+_COPIED = dict.fromkeys(Layout, "latent and rope part copied out of the cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +50,11 @@ class Route:
 
     layouts: our layout to the operator's input_layout and the dimensions of the paged cache that it
     gets (0: not paged). shares: whether queries of one request share a row; else each is a row.
-    state: whether states come back; else only the output of whole histories. asked: only where it
-    is named. against: what the numbers of limits.yaml cannot say.
+    state: whether states come back; else only the output of whole histories. reads: how the cache
+    reaches the operator, for people. rope_dim: how much of a key's dims go as a tensor of their
+    own. masks: whether the operator is given the causal mask for whole requests; others cut rows
+    first, some of them to one query. asked: only where it is named. against: what the numbers of
+    limits.yaml cannot say.
     """
 
     name: str
@@ -48,6 +63,9 @@ class Route:
     shares: bool
     state: bool
     text: str
+    reads: Mapping[Layout, str] = field(default_factory=lambda: _CACHES)
+    rope_dim: int = 0
+    masks: bool = False
     asked: bool = False
     hands_sinks: bool = False
     against: Callable[[DecodeSpec], list[str]] = lambda spec: []
@@ -73,27 +91,26 @@ class Route:
     def facts(self, spec: DecodeSpec, wants: Wants) -> Facts:
         """The operator call as far as ``spec`` decides it."""
         layout, form = self.layouts[spec.layout]
-        rope = MLA_ROPE if self is FIA_MLA else 0
-        masked = self is PROMPT and spec.causal  # others cut rows first, some of them to one query
+        one_tensor = spec.head_dim - self.rope_dim
         return Facts(
             operator=self.operator,
             soc=wants.soc,
             layout=layout,
             dtype=dtype_name(spec.dtype),
             kv_dtype=dtype_name(spec.cache_dtype),
-            head_dim=spec.head_dim - rope,
+            head_dim=one_tensor,
             head_dim_v=spec.head_dim_v,
-            rope_dim=rope,
+            rope_dim=self.rope_dim,
             heads=spec.num_q_heads,
             kv_heads=spec.num_kv_heads,
             group=spec.group,
             page_size=spec.page_size if form else None,
             cache_form=form,
             cache_row=spec.num_kv_heads * spec.head_dim if form == 3 else None,
-            query_row=spec.num_q_heads * (spec.head_dim - rope),
+            query_row=spec.num_q_heads * one_tensor,
             odd_bytes=odd_bytes(spec),
             queries=spec.num_queries if self.shares else 1,
-            sparse_mode=3 if masked else None,
+            sparse_mode=3 if self.masks and spec.causal else None,
             scale=spec.scale,
             sinks=int(self.hands_sinks),
             state=int(wants.needs_lse and not self.hands_sinks),
@@ -101,18 +118,10 @@ class Route:
 
     def describe(self, spec: DecodeSpec) -> str:
         """One line for people: operator, input layout, cache form, rows."""
-        layout, form = self.layouts[spec.layout]
-        cache = _CACHES[spec.layout] if form or not spec.layout.paged else ""
-        if self.operator == "_npu_paged_attention":
-            cache = "4-D cache [pages, P, K, D]"
-        rows = "queries of a request share rows" if self.shares else "one query per row"
-        if self in (INCRE, PROMPT) and not form:
-            cache = "dense cache"
-        if self is FIA_MLA:
-            cache = "latent and rope part copied out of the cache"
-        if self is FUSION or spec.layout is Layout.PACKED:
-            cache, rows = "keys one request after the other", ""
-        return ", ".join(part for part in (f"{self.text}, {layout}", cache, rows) if part)
+        parts = [self.text, self.layouts[spec.layout][0], self.reads[spec.layout]]
+        if parts[-1] != _FOLLOWING:
+            parts.append("queries of a request share rows" if self.shares else "one query per row")
+        return ", ".join(parts)
 
 
 _SCORES = (Feature.SOFT_CAP, Feature.ALIBI, Feature.ATTN_BIAS, Feature.ATTN_MASK)
@@ -130,15 +139,6 @@ def unsaid(spec: DecodeSpec) -> list[str]:
 def odd_bytes(spec: DecodeSpec) -> int:
     """Bytes of a head beyond a multiple of 32."""
     return spec.head_dim * spec.dtype.itemsize % 32
-
-
-_CACHES = {
-    Layout.NHD: "3-D cache [pages, P, K*D]",
-    Layout.HND: "4-D cache [pages, K, P, D]",
-    Layout.BSND: "dense cache, or its 3-D page view",
-    Layout.BNSD: "dense cache, or its 3-D page view with a request per kv head",
-    Layout.PACKED: "keys one request after the other",
-}
 
 
 def _whole_history(spec: DecodeSpec) -> list[str]:
@@ -221,6 +221,8 @@ FIA_MLA = Route(
     shares=False,
     state=True,
     text="FIA v1 with query_rope and key_rope",
+    reads=_COPIED,
+    rope_dim=MLA_ROPE,
     against=_absorbed,
 )
 FUSION = Route(
@@ -230,6 +232,7 @@ FUSION = Route(
     shares=True,
     state=True,
     text="npu_fusion_attention (max and sum)",
+    reads=dict.fromkeys(Layout, _FOLLOWING),
 )
 FIA_SINKS = Route(
     name="fia-sinks",
@@ -249,6 +252,7 @@ PAGED_ATTENTION = Route(
     shares=False,
     state=False,
     text="_npu_paged_attention (ATB, no LSE)",
+    reads={Layout.NHD: "4-D cache [pages, P, K, D]"},
     against=_single,
 )
 INCRE = Route(
@@ -258,6 +262,7 @@ INCRE = Route(
     shares=False,
     state=False,
     text="npu_incre_flash_attention (no LSE)",
+    reads=_AS_IT_LIES,
     against=_single,
 )
 PROMPT = Route(
@@ -267,6 +272,8 @@ PROMPT = Route(
     shares=True,
     state=False,
     text="npu_prompt_flash_attention (no LSE)",
+    reads=_AS_IT_LIES,
+    masks=True,
     against=_many,
 )
 

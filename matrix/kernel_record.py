@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from splitkv.kernels_ascend.kernels.budget import UB_BYTES
 from splitkv.matrix.evidence import ROOT
 
 RECORD = Path(__file__).parent / "ascend_kernels.json"
 """Written by ``tests_ascend_kernels/recorded.py``; ``make ascend-kernels`` compares it."""
-UB_BYTES = 192 << 10
-"""The unified buffer of a vector core, by the compiler's own table for all four targets."""
 
 
 def load() -> dict[str, Any]:

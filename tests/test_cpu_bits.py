@@ -191,7 +191,7 @@ def test_any_strides_and_offsets(layout: str) -> None:
         assert _same_bits(got, want)
 
 
-def test_equal_requests_and_long_ones_share_products() -> None:
+def test_a_window_over_equal_and_unequal_requests() -> None:
     lengths = (900, 700, 700, 700, 300, 500, 128)
     given = problem(lengths=lengths, dims=(64, 64), sliding_window=128)
     k, v = (x.contiguous() for x in (given.k, given.v))
