@@ -33,7 +33,8 @@ SHORT_TOKENS = 512
 PIECE_TOKENS = 256
 """Long runs of plain tokens are cut into such pieces, for threads to share: torch shares out both
 the copy of a tile and the kernel by pieces first, so a thread computes with what it has copied
-itself. Where two cores have no cache in common, anything else takes three times as long."""
+itself. On a machine whose two cores seemed to have no cache in common, anything else took up to
+three times as long."""
 
 
 class Cut(NamedTuple):
