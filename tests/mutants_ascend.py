@@ -1,13 +1,13 @@
 """Bugs to plant in the Ascend backend's host code, seen through the stand-in."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from mutants import Mutant, Patch, averaged, interleaved, sink_per_split, widen_plans, wider
 from splitkv.backends.ascend import AscendBackend
-from splitkv.kernels_ascend import attention, fused_infer, pieces
+from splitkv.kernels_ascend import attention, pieces
+from splitkv.kernels_ascend.fused_infer import Pages
 from splitkv.kernels_ascend.launches import Launch
 
 
@@ -22,15 +22,14 @@ def window_one_wider(patch: Patch) -> None:
 
 
 def next_page(patch: Patch) -> None:
-    keywords: Callable[..., dict[str, Any]] = fused_infer._page_keywords
+    keywords = Pages.keywords
 
-    def shifted(pages: fused_infer.Pages | None) -> dict[str, Any]:
-        found = keywords(pages)
-        if pages is not None:
-            found["block_table"] = (found["block_table"] + 1) % pages.k.shape[0]
+    def shifted(self: Pages) -> dict[str, Any]:
+        found = keywords(self)
+        found["block_table"] = (found["block_table"] + 1) % self.k.shape[0]
         return found
 
-    patch.setattr(fused_infer, "_page_keywords", shifted)
+    patch.setattr(Pages, "keywords", shifted)
 
 
 def interleaved_heads(patch: Patch) -> None:

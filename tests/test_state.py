@@ -455,3 +455,11 @@ def test_float64_states_stay_float64() -> None:
     assert {merged.max.dtype, merged.lse.dtype, merged.out.dtype, out.dtype, lse.dtype} == {
         torch.float64
     }
+
+
+def test_values_below_the_normal_numbers_merge_to_their_spacing() -> None:
+    low = state_of(torch.zeros(1, 1), torch.tensor([[0.0]]))
+    high = state_of(torch.ones(1, 1), torch.tensor([[1.1210e-44]]))
+    exact = merge_states_torch([as_double(low), as_double(high)])
+    for order in ([low, high], [high, low]):
+        assert_merged(merge_states_torch(order), exact, order)
