@@ -65,7 +65,7 @@ def append_kv(
 
     Raises:
         ValueError: shapes, dtypes, devices, lengths or page ids that do not fit, a scale for a
-            cache that takes none, or k or v that requires grad.
+            cache that takes none, an expanded cache, or k or v that requires grad.
         UnsupportedError: an int8 cache and rows that are not int8 codes yet.
     """
     if k.ndim == 3 and v.ndim == 3:
@@ -83,6 +83,8 @@ def _slots(cache: Cache | RingCache, k: Tensor, v: Tensor) -> _Slots:
     k_view, v_view = _token_major(cache)
     _check_rows("k", k, k_view, batch)
     _check_rows("v", v, v_view, batch)
+    _check_own_memory("k", k_view)
+    _check_own_memory("v", v_view)
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"k and v must bring one S, got {k.shape[1]} and {v.shape[1]} tokens")
     _check_lengths(cache)
@@ -213,6 +215,16 @@ def _check_rows(name: str, rows: Tensor, target: Tensor, batch: int) -> None:
         raise ValueError(
             f"{name} requires grad, a cache is for inference only; use torch.no_grad()"
         )
+
+
+def _check_own_memory(name: str, view: Tensor) -> None:
+    """Slots of an expanded tensor are one piece of memory: a row written to one is in all."""
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if stride == 0 and size > 1:
+            raise ValueError(
+                f"the cache's {name} is expanded (strides {view.stride()}): slots share memory, and "
+                "a row would overwrite others; use .contiguous()"
+            )
 
 
 def _check_lengths(cache: Cache | RingCache) -> None:

@@ -1,6 +1,7 @@
 """New tokens land at the end of each request, and nowhere else."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -492,6 +493,16 @@ def test_lengths_beyond_the_cache_are_refused(layout: str) -> None:
     cache = empty_cache(layout, [5, 25])
     with pytest.raises(ValueError, match=r"seq_lens\[1\] is 25, the cache holds 24 tokens"):
         append_kv(cache, *rows(2, 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_expanded_cache_is_refused_and_nothing_is_written(layout: str) -> None:
+    cache = empty_cache(layout, [5, 3])
+    v = cache.v[:1].expand(cache.v.shape)
+    before = v.clone()
+    with pytest.raises(ValueError, match=r"the cache's v is expanded \(strides \(0, .*contiguous"):
+        append_kv(replace(cache, v=v), *rows(2, 1))
+    assert torch.equal(as_bits(before), as_bits(v))
 
 
 def test_offsets_beyond_a_packed_cache_are_refused() -> None:

@@ -21,6 +21,7 @@ from histories import (
     random_queries,
 )
 from splitkv import RingCache, append_kv
+from splitkv.layers.ring_history import RingHistory, missing_prefix
 
 
 def constant(value: float, like: Tensor) -> Tensor:
@@ -194,6 +195,56 @@ def test_I09_ring_drops_a_key_when_the_length_exceeds_it_not_before(on: InReach)
         assert_near_lse(lse, constant(math.log(visible), lse))
         if length in (8, 9):
             assert round(float(out[0, 0, 0]), 4) == {8: 10.35, 9: 10.45}[length]
+
+
+def ring_history(page: int, tokens: int, window: int) -> RingHistory:
+    ring = empty_ring(page, tokens, 1, 8)
+    return RingHistory(RingCache(**ring, seq_lens=lengths32([0])), window)
+
+
+@pytest.mark.parametrize("length", [18, 16])
+@every_backend
+def test_I12_a_ring_is_cut_back_after_it_went_round_and_written_anew(
+    on: InReach, length: int
+) -> None:
+    rejected, history = random_history([20], 1, 8), random_history([length + 5], 1, 8)
+    for part in ("k", "v"):  # the tokens kept are the same in both
+        getattr(rejected, part)[0][:length] = getattr(history, part)[0][:length]
+    q = random_queries(1, 5, 1, 8)
+    ring = ring_history(page=4, tokens=16, window=8)
+    for at in range(20):
+        ring.append(rejected.k[0][None, at], rejected.v[0][None, at])
+    ring.trim([length])
+    ring.append(history.k[0][None, length:], history.v[0][None, length:])
+    cache = ring.cache
+    given = {"k": cache.k, "v": cache.v, "block_table": cache.block_table}
+    given |= {"seq_lens": cache.seq_lens, "layout": "NHD"}
+    out, lse = on.decode_as(spec_of(q, **given, sliding_window=8), q, **given, ring=True)
+    wanted, wanted_lse = attend(q, history, window_left=7)
+    assert_near(out[0], wanted[0])
+    assert_near_lse(lse[0], wanted_lse[0])
+
+
+@pytest.mark.parametrize("length", [5, 3])
+def test_I12_a_ring_is_not_cut_back_to_what_it_wrote_over(length: int) -> None:
+    ring = ring_history(page=4, tokens=16, window=8)
+    ring.append(*torch.zeros(2, 1, 20, 1, 8))
+    with pytest.raises(ValueError, match=rf"lengths\[0\] is {length}.*0 to 3 were written over"):
+        ring.trim([length])
+    assert ring.lengths == [20]
+    # rejected tokens have been written over the oldest ones too: cutting back does not undo that
+    ring.trim([16])
+    with pytest.raises(ValueError, match="0 to 3 were written over"):
+        ring.trim([length])
+
+
+def test_I14_a_prefix_is_used_again_only_if_the_smallest_ring_holds_it() -> None:
+    layers = [ring_history(page=1, tokens=w, window=w) for w in (64, 512)]
+    for layer in layers:
+        layer.append(*torch.zeros(2, 1, 100, 1, 8))
+    assert missing_prefix(layers, 0, 100) == ["layer 0 has written over positions 0 to 35"]
+    assert missing_prefix(layers[1:], 0, 100) == []
+    assert missing_prefix(layers[1:], 0, 101) == ["layer 0 holds 100 tokens, 101 were asked for"]
 
 
 @pytest.mark.parametrize("page", [1, 4])
