@@ -61,8 +61,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be 1 or more, got {args.max_new_tokens}")
     if args.backend is not None:
         backend_named(args.backend)
     check_device(args.device)
@@ -116,6 +114,9 @@ def write(
     """Continue ``prompts`` through splitkv over a paged cache.
 
     Splits that are asked for are cut at pages, so that short histories are split as well.
+
+    Raises:
+        ValueError: more new tokens than the model has positions left, or none.
     """
     from splitkv.integrations import transformers as hf
     from splitkv.integrations.generation import compare, greedy
@@ -123,6 +124,12 @@ def write(
 
     model, tokenizer = loaded.model, loaded.tokenizer
     inputs: dict[str, Tensor] = dict(tokenizer(prompts, return_tensors="pt", padding=True))
+    positions, longest = model.config.max_position_embeddings, inputs["input_ids"].shape[1]
+    if not 1 <= settings.new_tokens <= positions - longest:
+        raise ValueError(
+            f"--max-new-tokens must be 1 to {positions - longest} (the model has {positions} "
+            f"positions, the longest prompt {longest} tokens), got {settings.new_tokens}"
+        )
     inputs = {name: tensor.to(settings.device) for name, tensor in inputs.items()}
     spec = spec_of(model, settings)
     backend = select(spec, settings.device, settings.backend)

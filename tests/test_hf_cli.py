@@ -80,7 +80,8 @@ def test_generate_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be 1 to "),
+        (["--max-new-tokens", "100000000"], "positions, the longest prompt"),
         (["--backend", "abacus"], "unknown backend 'abacus'"),
         (["--backend", "ascend"], "backend 'ascend' does not take"),
         (["--page-size", "0"], "page_size must be a positive integer, got 0"),
