@@ -222,8 +222,8 @@ def _check_own_memory(name: str, view: Tensor) -> None:
     for size, stride in zip(view.shape, view.stride(), strict=True):
         if stride == 0 and size > 1:
             raise ValueError(
-                f"the cache's {name} is expanded (strides {view.stride()}): slots share memory, and "
-                "a row would overwrite others; use .contiguous()"
+                f"the cache's {name} is expanded (strides {view.stride()}): slots share memory, "
+                "and a row would overwrite others; use .contiguous()"
             )
 
 

@@ -169,7 +169,7 @@ def _call(
     validate: str | None,
 ) -> tuple[DecodeCall, Validate]:
     """The call as a backend is handed it, and how much of it is to be checked."""
-    level = _level(validate, q.device)
+    level = validate_level(validate, q.device)
     cache = _paged(cache, spec, level, extras["cu_seqlens_q"])
     if not spec.packed_queries and q.ndim == 3:
         q = q[:, None]
@@ -208,7 +208,7 @@ def _prepare(
     return chosen, plan
 
 
-def _level(validate: str | None, device: torch.device) -> Validate:
+def validate_level(validate: str | None, device: torch.device) -> Validate:
     if validate is None:
         return Validate.FULL if device.type == "cpu" else Validate.SHAPES
     known = [level.value for level in Validate]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from splitkv.backends.append import append_kv
+    from splitkv.backends.cascade.decode import cascade_decode, cascade_partial, plan_cascade
+    from splitkv.backends.cascade.plan import CascadePlan
     from splitkv.backends.decode import decode, merge_states, partial
     from splitkv.backends.one_call import decode_attention, partial_attention
     from splitkv.backends.registry import explain, select
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "backends.append": ("append_kv",),
+        "backends.cascade.decode": ("cascade_decode", "cascade_partial", "plan_cascade"),
+        "backends.cascade.plan": ("CascadePlan",),
         "backends.decode": ("decode", "merge_states", "partial"),
         "backends.one_call": ("decode_attention", "partial_attention"),
         "backends.registry": ("explain", "select"),
@@ -50,6 +54,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PROFILES",
+    "CascadePlan",
     "DecodeSpec",
     "DenseCache",
     "DeviceProfile",
@@ -63,6 +68,8 @@ __all__ = [
     "SplitPlan",
     "UnsupportedError",
     "append_kv",
+    "cascade_decode",
+    "cascade_partial",
     "decode",
     "decode_attention",
     "explain",
@@ -71,6 +78,7 @@ __all__ = [
     "merge_states",
     "partial",
     "partial_attention",
+    "plan_cascade",
     "plan_splits",
     "select",
 ]

@@ -1,0 +1,1 @@
+"""Prefixes that requests share, read once: found, weighed, planned, called and merged."""
