@@ -25,7 +25,7 @@ AFTER.dev := $(AFTER.test)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow bench aot npu ascend-kernels check lint types imports matrix wheel clean
+.PHONY: help demo test slow bench grid aot npu ascend-kernels check lint types imports matrix wheel clean
 
 help: ## say what there is to do
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -42,6 +42,9 @@ slow: .venv/.ready-test .venv/.ready-demo ## the slow tests
 
 bench: .venv/.ready-bench ## CPU timings against torch's own attention
 	$(VENV)/python -m benchmarks.cpu $(ARGS)
+
+grid: .venv/.ready-bench ## the grid of decode steps on this device, beside other libraries
+	$(VENV)/python -m benchmarks.grid $(ARGS)
 
 aot: .venv/.ready-test ## compile the CUDA kernels for sm_80 and sm_90, without a GPU: a spill fails
 	$(VENV)/python -m benchmarks.aot $(ARGS)

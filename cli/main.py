@@ -21,6 +21,9 @@ COMMANDS = {
     "explain": "which backend takes a request, and why the others do not",
     "plan": "how histories are cut into splits on a device",
     "parity": "run the cases on the backends in reach against the float64 reference",
+    "fuzz": "random requests against the float64 reference, what fails made small",
+    "bench": "time a decode step here, beside torch's own attention and beside reading",
+    "tune": "measure a device and write its profile for the planner",
     "verify": "ask an NPU what the documents leave open, run the cases on it, time it",
     "matrix": "the support matrix: who takes what, and on what evidence",
     "demo": "a real small model decodes through splitkv",
@@ -28,11 +31,6 @@ COMMANDS = {
 }
 READER_GONE = 141
 """Exit code when whoever read stdout stopped (``| head``): 128 + SIGPIPE, as of other programs."""
-NOT_YET = {
-    "bench": "timings; in a checkout `make bench` has those of the CPU",
-    "tune": "measure a device and write its profile",
-    "fuzz": "random requests against the float64 reference",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments)
     except SystemExit as stop:  # how argparse ends after --help, --version and usage errors
         return stop.code if isinstance(stop.code, int) else 2
-    if args.command is None:
+    if module is None:
         parser.print_help(sys.stderr)
         return 2
     try:
@@ -61,12 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(module: ModuleType | None, args: argparse.Namespace) -> int:
+def _run(module: ModuleType, args: argparse.Namespace) -> int:
     try:
-        if module is None:
-            from splitkv.common.support import UnsupportedError
-
-            raise UnsupportedError(f"{NOT_YET[args.command]}: not implemented here yet")
         return int(module.run(args))
     except (OverflowError, MemoryError) as error:
         return _refused(args, ValueError(f"a number is too large: {error}"))
@@ -101,12 +95,8 @@ def _parser(
     )
     parser.add_argument("--version", action="version", version=f"splitkv {__version__}")
     choices = parser.add_subparsers(dest="command", metavar="command")
-    described = {
-        **COMMANDS,
-        **{name: f"{what} (not implemented here yet)" for name, what in NOT_YET.items()},
-    }
     subparsers: dict[str, argparse.ArgumentParser] = {}
-    for name, what in described.items():
+    for name, what in COMMANDS.items():
         # "resolve": a command may describe its own --json
         subparsers[name] = choices.add_parser(name, help=what, conflict_handler="resolve")
         subparsers[name].add_argument(
@@ -114,9 +104,6 @@ def _parser(
             action="store_true",
             help="machine-readable output, and nothing else, on stdout",
         )
-    for name in NOT_YET:
-        subparsers[name].description = described[name]
-        subparsers[name].add_argument("words", nargs="*", help=argparse.SUPPRESS)
     return parser, subparsers
 
 

@@ -4,6 +4,7 @@ import argparse
 import re
 from itertools import pairwise
 
+from splitkv.backends.profiles import SUFFIXES, read_profile
 from splitkv.cli.output import print_json, print_table
 from splitkv.cli.spec_arguments import add_spec_arguments, spec_from, spec_json
 from splitkv.common.plan import SplitPlan, plan_splits
@@ -21,7 +22,7 @@ SHOWN_SPLITS = 4
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", metavar="L,LxN", help="tokens per request; 1024,8192x8 is one and eight")
-    add("--profile", metavar="NAME", help="the device as the planner knows it")
+    add("--profile", metavar="NAME", help="the device as the planner knows it, or a file of tune")
     add("--list-profiles", action="store_true", help="the known profiles, with their sources")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--num-splits", type=int, metavar="N", help="at most N splits per request")
@@ -89,9 +90,14 @@ def request_cuts(plan: SplitPlan) -> list[list[tuple[int, int]]]:
 
 
 def _profile(name: str) -> DeviceProfile:
-    if name not in PROFILES:
-        raise ValueError(f"unknown profile {name!r}, known: {list(PROFILES)}")
-    return PROFILES[name]
+    """One of those known by name, or that of a file, which ends as such files do."""
+    if name in PROFILES:
+        return PROFILES[name]
+    if name.endswith(SUFFIXES):
+        return read_profile(name)
+    raise ValueError(
+        f"unknown profile {name!r}, known: {list(PROFILES)}, or a file ({', '.join(SUFFIXES)})"
+    )
 
 
 def _list_profiles(as_json: bool) -> None:

@@ -12,7 +12,7 @@ from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.state import PartialState
 from splitkv.kernels_ascend import own
-from splitkv.kernels_ascend.checks import check_planned, lie_of, refuse
+from splitkv.kernels_ascend.checks import check_planned, lie_of, refuse, tensor_refusals
 from splitkv.kernels_ascend.host_facts import HostFacts, read_facts
 from splitkv.kernels_ascend.lse import normalise
 from splitkv.kernels_ascend.merge import merge
@@ -36,6 +36,8 @@ def partial(call: DecodeCall, plan: SplitPlan, wants: Wants) -> PartialState:
     check_state(spec, wants)
     facts = read_facts(call, plan.bound)
     if not call.q.numel() or not any(facts.lengths):
+        if reasons := tensor_refusals(call, plan, wants):  # as it will be refused with a key
+            refuse(spec, *reasons)
         return PartialState.empty(call.rows, spec.head_dim_v, device=call.q.device)
     prepared = _prepared(call, plan, facts, wants)
     q = call.q.reshape(-1, spec.num_q_heads // prepared.fold, spec.head_dim).contiguous()

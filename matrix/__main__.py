@@ -1,9 +1,13 @@
-"""``python -m splitkv.matrix [--check]``: write SUPPORT.md and support.yaml, or what differs."""
+"""``python -m splitkv.matrix [--check]``: write SUPPORT.md and support.yaml, or what differs.
+
+``--extend`` adds the pairwise cases that are missing since an axis, a value or a limit has changed.
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from splitkv.matrix.cases_pairwise import extend
 from splitkv.matrix.pages import check, write
 
 
@@ -13,7 +17,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing, exit 1 on a difference"
     )
-    if not parser.parse_args(argv).check:
+    parser.add_argument(
+        "--extend", action="store_true", help="write the rows that pairwise_rows.py lacks"
+    )
+    asked = parser.parse_args(argv)
+    if asked.extend:
+        print(extend())
+        return 0
+    if not asked.check:
         for path in write():
             print(path)
         return 0

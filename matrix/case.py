@@ -19,6 +19,7 @@ class Memory(Enum):
     JOINT = "K and V are slices of one buffer's last dimension"
     STRIDED = "the last dimension has stride 2"
     FAR = "the pool has more than 2**31 elements and the used pages are its last"
+    RING = "pages are reused in a circle, so that what left the window is overwritten"
 
 
 class Size(Enum):

@@ -1,7 +1,7 @@
 """The case table: named requests that stand for the rows of the support matrix.
 
 Ids are stable. What a line leaves out is as ``case.make`` has it: H 8, K 2, D 64, bfloat16, NHD
-pages of 128.
+pages of 128. One feature at a time here, every two of them together in ``cases_pairwise``.
 """
 
 from fnmatch import fnmatchcase
@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from splitkv.matrix import cases_semantics as semantics
 from splitkv.matrix import cases_shapes as shapes
 from splitkv.matrix.case import Case
+from splitkv.matrix.cases_pairwise import PAIRWISE
 
 CASES: tuple[Case, ...] = (
     *shapes.LENGTHS,
@@ -22,6 +23,7 @@ CASES: tuple[Case, ...] = (
     *semantics.SPLITS,
     *semantics.MODELS,
     *semantics.REAL,
+    *PAIRWISE,
 )
 
 

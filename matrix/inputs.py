@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache
+from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache, RingCache
 from splitkv.common.call import DecodeCall
 from splitkv.common.spec import Layout
+from splitkv.common.validate import check_ring
 from splitkv.matrix.case import Case, Memory
 from splitkv.matrix.draw import Request, codes, normal, raw, request, shared
 from splitkv.matrix.reference import visible
@@ -90,17 +91,22 @@ def _cache(
     lengths = torch.tensor([len(entry.k) for entry in requests], dtype=case.index_dtype)
     lengths = lengths if case.host_lengths else lengths.to(device)
     layout = case.spec.layout
+    if case.memory is Memory.RING and not layout.paged:
+        raise ValueError(f"case {case.id}: a ring has pages, layout {layout.value} has none")
     if layout is Layout.PACKED:
         k = torch.cat([entry.k for entry in requests])
         v = torch.cat([entry.v for entry in requests])
         k, v = _on_device(k, v, case.memory, device)
-        return PackedCache(k, v, _offsets(case, [len(entry.k) for entry in requests], device))
+        at = torch.device("cpu") if case.host_lengths else device
+        return PackedCache(k, v, _offsets(case, [len(entry.k) for entry in requests], at))
     if not layout.paged:
         k = _dense(case, seed, "k", requests, poisoned)
         v = _dense(case, seed, "v", requests, poisoned)
         if layout is Layout.BNSD:
             k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
         return DenseCache(*_on_device(k, v, case.memory, device), lengths, layout)
+    if case.memory is Memory.RING:
+        return _ring(case, seed, requests, poisoned, moved, lengths, device)
     return _paged(case, seed, requests, poisoned, moved, lengths, device)
 
 
@@ -155,6 +161,43 @@ def _paged(
     else:
         k, v = _on_device(k, v, case.memory, device)
     return PagedCache(k, v, table.to(device), lengths, spec.layout)
+
+
+def _ring(
+    case: Case,
+    seed: int,
+    requests: list[Request],
+    poisoned: bool,
+    moved: bool,
+    lengths: Tensor,
+    device: torch.device,
+) -> PagedCache:
+    """As few pages as the window allows, each token written over the one that it evicts."""
+    spec, page = case.spec, case.spec.page_size
+    assert page is not None
+    if spec.sliding_window is None:
+        raise ValueError(f"case {case.id}: a ring needs a sliding_window, which says what it keeps")
+    anchors = -(-spec.anchor_tokens // page)
+    blocks = -(-(spec.sliding_window + spec.num_queries - 2) // page) + 1
+    columns = anchors + blocks
+    pages = len(requests) * columns + _SPARE_PAGES
+    free = np.argsort(raw(seed, case.id, f"pages{moved}", pages), kind="stable")
+    table = torch.tensor(free[: len(requests) * columns].reshape(-1, columns))
+    k = _filler(case, seed, "k", poisoned, pages, page, spec.num_kv_heads, spec.head_dim)
+    v = _filler(case, seed, "v", poisoned, pages, page, spec.num_kv_heads, spec.head_dim_v)
+    for place, entry in enumerate(requests):
+        for j in range(len(entry.k)):
+            block = j // page
+            column = block if block < anchors else anchors + (block - anchors) % blocks
+            k[table[place, column], j % page] = entry.k[j]
+            v[table[place, column], j % page] = entry.v[j]
+    if spec.layout is Layout.HND:
+        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    table = table.to(case.index_dtype).to(device)
+    longest = max(case.seq_lens, default=0)
+    ring = RingCache(k.to(device), v.to(device), table, lengths, spec.layout, anchors, longest)
+    check_ring(ring, spec)
+    return ring.as_paged()
 
 
 def _filler(case: Case, seed: int, name: str, poisoned: bool, *shape: int) -> Tensor:

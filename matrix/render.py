@@ -251,7 +251,7 @@ def _declared(support: Support) -> dict[str, str]:
 
 def _runs(evidence: Sequence[Evidence], cases: Sequence[Case], sources: Mapping[str, str]) -> str:
     head = ["backend", "device", "kind", "day", "driver", "versions", "seed"]
-    head += ["passed", "failed", "refused"]
+    head += ["passed", "failed", "refused", "not run yet"]
     fields = [_run_fields(entry, cases, sources) for entry in evidence]
     lines = [[_plain(line[name]) for name in head] for line in fields]
     stale = [f"\n{line['stale']}\n" for line in fields if line["stale"]]
@@ -268,6 +268,8 @@ def _run_fields(
     entry: Evidence, cases: Sequence[Case], sources: Mapping[str, str]
 ) -> dict[str, object]:
     current = current_runs(entry, cases)
+    known = {run.case for run in entry.runs}
+    new = [case.id for case in cases if case.id not in known]
     counts = {
         outcome.value: sum(run.outcome is outcome for run in current)
         for outcome in (Outcome.PASSED, Outcome.FAILED, Outcome.REFUSED)
@@ -281,20 +283,23 @@ def _run_fields(
         "versions": dict(entry.versions),
         "seed": entry.seed,
         **counts,
-        "stale": _stale(entry, len(current), len(cases), sources),
+        "not run yet": len(new),
+        "stale": _stale(entry, len(current), len(cases) - len(new), sources),
     }
 
 
-def _stale(entry: Evidence, current: int, cases: int, sources: Mapping[str, str]) -> str | None:
-    """One sentence on what has changed since the run, None where nothing has."""
+def _stale(entry: Evidence, current: int, known: int, sources: Mapping[str, str]) -> str | None:
+    """One sentence on what has changed since the run, None where nothing has. known: of the cases
+    those that the run has; others are new, which takes nothing from what it says.
+    """
     found = []
     if entry.sources != sources[entry.backend]:
         found.append(
             f"its {current} runs predate the last change to common/, backends/{entry.backend}*.py "
             f"or kernels_{entry.backend}/"
         )
-    if current < cases:
-        found.append(f"{cases - current} cases are new or have changed since")
+    if current < known:
+        found.append(f"{known - current} cases have changed since")
     if not found:
         return None
     return f"`{entry.backend}` on {entry.device} ({entry.kind.value}): {'; '.join(found)}."

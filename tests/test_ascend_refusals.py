@@ -300,6 +300,14 @@ def test_strided_caches_are_refused_before_a_launch(layout: str) -> None:
     assert not [one for one in calls if one.name.startswith("npu::")]
 
 
+def test_strides_are_refused_before_there_is_a_key() -> None:
+    call = make_call("BSND", [0, 0], capacity=128)
+    k, v = (x.repeat_interleave(2, -1)[..., ::2] for x in (call.cache.k, call.cache.v))
+    assert decode(call)[0].eq(0).all()
+    with pytest.raises(splitkv.UnsupportedError, match=r"k has strides"):
+        decode(replace(call, cache=replace(call.cache, k=k, v=v)))
+
+
 def test_pages_of_k_and_v_at_different_steps_are_refused() -> None:
     call = make_call("NHD", [100, 30])
     twice = torch.stack([call.cache.k, call.cache.k], 1)

@@ -14,7 +14,7 @@ import torch
 
 import splitkv
 from splitkv.cli import doctor, output
-from splitkv.cli.main import COMMANDS, NOT_YET, main
+from splitkv.cli.main import COMMANDS, main
 from splitkv.cli.plan import parse_lengths
 from splitkv.cli.spec_arguments import add_spec_arguments, spec_from
 from splitkv.common.plan import plan_splits
@@ -57,8 +57,6 @@ def test_help_lists_every_command_and_says_which_are_not_there_yet(run: Any) -> 
     assert code == 0
     for name, what in COMMANDS.items():
         assert f"{name} {what}" in words
-    for name, what in NOT_YET.items():
-        assert f"{name} {what} (not implemented here yet)" in words
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -71,17 +69,6 @@ def test_every_command_keeps_the_convention(command: str, run: Any) -> None:
     assert code == 0
     assert module.HELP.split()[0] in out
     assert "--json" in out
-
-
-@pytest.mark.parametrize("command", NOT_YET)
-def test_a_command_that_is_not_there_yet_says_so_and_exits_2(command: str, run: Any) -> None:
-    code, out, err = run(command)
-    assert (code, out) == (2, "")
-    assert "not implemented here yet" in err
-    code, out, err = run(command, "--json", "words")
-    assert code == 2
-    assert json.loads(out)["kind"] == "UnsupportedError"
-    assert run(command, "--help")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,22 @@ def test_staleness_is_one_line_under_the_runs_and_in_no_cell() -> None:
 
 
 def test_a_new_case_is_reported_as_not_yet_run() -> None:
+    fresh = support_page([CPU], [evidence()], CASES, SOURCES)
     page = support_page([CPU], [evidence(cases=CASES[1:])], CASES, SOURCES)
-    assert "1 cases are new or have changed since" in page
+    head = "passed | failed | refused | not run yet"
+    row = f"2026-11-30 |  | python 3.13, torch 2.13.0, triton 3.6.0 | 0 | {len(CASES) - 1} | 0 | 0"
+    assert head in fresh
+    assert f"{row} | 1 |" in page
+    assert "changed since" not in page, "what ran is as good as it was"
+    assert f"{len(CASES) - 1} of {len(CASES)} cases" not in fresh
+
+
+def test_a_case_that_has_changed_makes_its_run_stale_and_is_not_called_new() -> None:
+    old = evidence()
+    changed = replace(old, runs=(replace(old.runs[0], case_digest="old"), *old.runs[1:]))
+    page = support_page([CPU], [changed], CASES, SOURCES)
+    assert "1 cases have changed since" in page
+    assert f"| {len(CASES) - 1} | 0 | 0 | 0 |" in page
 
 
 def test_rendering_is_pure_and_yaml_holds_every_cell() -> None:
@@ -193,7 +207,10 @@ def test_the_interpreter_and_the_gpu_bear_each_other_out() -> None:
     assert differences(gpu, interpreted) == []
     assert differences(interpreted, gpu) == []
     on_gpu = {run.case: run for run in gpu.runs}
-    for run in interpreted.runs:
+    both = [run for run in interpreted.runs if run.case in on_gpu]
+    assert len(both) >= 139
+    assert on_gpu.keys() <= {run.case for run in interpreted.runs}
+    for run in both:  # the rest is new, and no GPU has run it yet
         other = on_gpu[run.case]
         assert run.outcome is other.outcome
         if run.error is not None and other.error is not None:

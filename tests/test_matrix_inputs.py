@@ -1,6 +1,7 @@
 """Inputs, the dense reference, and the bounds that parity measures with."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from splitkv.common.cache import PagedCache
 from splitkv.common.spec import DecodeSpec, Layout
 from splitkv.common.visibility import query_positions, visible_mask
-from splitkv.matrix.case import Case, make
+from splitkv.matrix.case import Case, Memory, make
 from splitkv.matrix.cases import CASES
 from splitkv.matrix.closeness import bounds, errors
 from splitkv.matrix.draw import digest, normal
@@ -86,6 +87,33 @@ def test_unused_table_entries_are_garbage() -> None:
     assert isinstance(cache, PagedCache)
     assert (cache.block_table[0, :3] < 0).any()
     assert (cache.block_table == 2**31 - 1).any()
+
+
+RINGS = [case for case in CASES if case.memory is Memory.RING]
+
+
+@pytest.mark.parametrize("case", RINGS, ids=lambda case: case.id)
+def test_a_ring_forgets_what_no_query_sees(case: Case) -> None:
+    ring, whole = build(case, 0), build(replace(case, memory=Memory.PLAIN), 0)
+    answers = [reference(inputs.call, inputs.sinks) for inputs in (ring, whole)]
+    assert torch.equal(answers[0].out, answers[1].out)
+    assert torch.equal(answers[0].lse, answers[1].lse)
+
+
+def test_rings_of_the_table_go_round_and_keep_no_more_than_the_window() -> None:
+    around = []
+    for case in RINGS:
+        cache = build(case, 0).call.cache
+        assert isinstance(cache, PagedCache)
+        rows = zip(cache.block_table.tolist(), case.seq_lens, strict=True)
+        blocks = [row[: -(-length // cache.page_size)] for row, length in rows]
+        around.append(any(len(set(row)) < len(row) for row in blocks))
+    assert sum(around) >= 3
+    case = RINGS[around.index(True)]
+    wider = replace(case.spec, sliding_window=4096)
+    ring, whole = (build(one, 0).call for one in (case, replace(case, memory=Memory.PLAIN)))
+    answers = [reference(replace(call, spec=wider)).out for call in (ring, whole)]
+    assert not torch.equal(*answers), "what left the window is gone from the ring"
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,17 @@ QUICK_IN_THE_INTERPRETER = frozenset(
         "plan-longer-window",
         "state-merged",
         "model-gpt-oss",
+        "pair-0f83e41e",
+        "pair-5ebb4745",
+        "pair-65a947f0",
+        "pair-88e9a029",
+        "pair-9e9113ba",
+        "pair-c028e42f",
     )
 )
-"""A case for every feature that the kernels take, and what goes wrong most; the rest is slow."""
+"""A case for every feature that the kernels take, what goes wrong most, and a few where much meets;
+the rest is slow.
+"""
 
 
 def _is_slow(backend: Backend, case: Case) -> bool:

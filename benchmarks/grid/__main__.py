@@ -1,0 +1,146 @@
+"""The grid: ``python -m benchmarks.grid --points anchors --seconds 480 --out DIR``.
+
+Points that this code has measured already, in DIR or in what is committed, are skipped; every point
+is written when it is done. ``--report`` only writes table, CSV and plots of what DIR holds, and
+``--merge FILE`` takes over another run's points first.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks.grid import plots, report
+from benchmarks.grid.measure import EAGER, GRAPH, Settings, measure
+from benchmarks.grid.peers.known import peers
+from benchmarks.grid.points import SUBSETS, Point, chosen
+from benchmarks.grid.record import Record
+from benchmarks.grid.results import FOLDER, Results, code_digest
+from splitkv.backends.registry import BACKENDS
+from splitkv.cli.bench_shapes import COLD_BYTES
+from splitkv.matrix.machine import this_machine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _arguments(arguments)
+    points = chosen(args.points)
+    if args.list:
+        for point in points:
+            print(f"{point.id:24} {point.shape.kv_bytes / 1e6:10.1f} MB")
+        return 0
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    results = _known(this_machine(device).device, args.out)
+    results.merge(args.merge)
+    if not args.report:
+        settings = Settings(
+            device,
+            tuple(peers(args.peers, args.peer)),
+            tuple(args.modes.split(",")) if args.modes else _modes(device),
+            args.turns,
+            cold_bytes=args.cold_bytes,
+        )
+        _run(points, settings, results, args)
+    print(f"written: {results.save(args.out)}")
+    for path in _render(results, args.out):
+        print(f"written: {path}")
+    return 0
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.grid", description=__doc__)
+    add = parser.add_argument
+    add("--points", default="anchors", help=f"ids, shell patterns, subsets {list(SUBSETS)}")
+    add("--list", action="store_true", help="say which points these are, measure nothing")
+    add("--peers", default="*", help="shell patterns of names, between commas; '' for none")
+    add("--peer", action="append", default=[], metavar="MODULE:CLASS", help="another adapter")
+    add("--modes", help=f"{GRAPH},{EAGER} (default: both on CUDA, eager elsewhere)")
+    add("--turns", type=int, default=7, help="interleaved repeats (default 7)")
+    add("--seconds", type=float, default=float("inf"), help="start no point that may end later")
+    add("--device", help="(default: cuda where there is one, else cpu)")
+    add("--cold-bytes", type=int, default=COLD_BYTES, help="K and V of all sets in rotation")
+    add("--out", type=Path, default=FOLDER, help="folder (default: benchmarks/results)")
+    add("--again", action="store_true", help="measure also what is measured already")
+    add("--report", action="store_true", help="measure nothing")
+    add("--merge", type=Path, nargs="*", default=[], metavar="FILE", help="take over their points")
+    args = parser.parse_args(arguments)
+    known = {GRAPH, EAGER}
+    if args.modes and not set(args.modes.split(",")) <= known:
+        parser.error(f"--modes takes {sorted(known)}, got {args.modes!r}")
+    if args.turns < 1:
+        parser.error(f"--turns must be 1 or more, got {args.turns}")
+    return args
+
+
+def _modes(device: torch.device) -> tuple[str, ...]:
+    return (GRAPH, EAGER) if device.type == "cuda" else (EAGER,)
+
+
+def _known(device: str, out: Path) -> Results:
+    """What is committed, and what an earlier run left in ``out``."""
+    results = Results(device)
+    paths = dict.fromkeys(folder / results.file_name for folder in (FOLDER, out))
+    results.merge(path for path in paths if path.is_file())
+    return results
+
+
+def _run(
+    points: Sequence[Point], settings: Settings, results: Results, args: argparse.Namespace
+) -> None:
+    kind = settings.device.type
+    digest = code_digest(next(b.name for b in BACKENDS if b.device_type == kind))
+    asked = [peer.name for peer in settings.peers]
+    for peer in settings.peers:
+        if (why := peer.missing()) is not None:
+            print(f"not here: {peer.name}: {why}")
+    left = [
+        point
+        for point in points
+        if args.again or not results.has(point.id, digest, asked, settings.modes)
+    ]
+    print(f"{len(left)} of {len(points)} points to measure, code {digest}", flush=True)
+
+    def done(record: Record) -> None:
+        results.add(record)
+        results.save(args.out)
+        print(report.line(record), flush=True)
+
+    unmeasured = within(
+        left, args.seconds, lambda point: done(measure(point, settings, digest)), time.monotonic
+    )
+    if unmeasured:
+        print(f"out of time: {len(unmeasured)} points left, from {unmeasured[0].id} on")
+
+
+def within(
+    points: Sequence[Point],
+    seconds: float,
+    work: Callable[[Point], None],
+    clock: Callable[[], float],
+) -> Sequence[Point]:
+    """Work on points in order while the slowest so far would still end in time; returns the
+    rest.
+    """
+    start, slowest = clock(), 0.0
+    for index, point in enumerate(points):
+        begun = clock()
+        if begun - start + slowest > seconds:
+            return points[index:]
+        work(point)
+        slowest = max(slowest, clock() - begun)
+    return []
+
+
+def _render(results: Results, folder: Path) -> list[Path]:
+    written = report.write(results, folder)
+    if find_spec("matplotlib") is None:
+        print("no plots: matplotlib is not installed (pip install 'splitkv[bench]')")
+        return written
+    return written + plots.draw(results, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
