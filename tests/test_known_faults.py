@@ -1,4 +1,4 @@
-"""Faults that are known and not mended yet: each test is expected to fail, and says so when it stops.
+"""Faults that are known and not mended: each test is expected to fail, until somebody mends it.
 
 A kernel multiplies the values of a tile for all of its rows at once. A NaN (or infinity) in a value
 that one query sees reaches the rows of that tile that do not see it: 0 * NaN is NaN.
