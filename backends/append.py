@@ -60,22 +60,29 @@ def append_kv(
     what lies beyond the format's largest number, infinities included, becomes that number (448 for
     e4m3fn); NaN stays NaN.
 
-    Lengths and page ids on the host are checked against the cache. On a device they are not read,
-    and a row that would land outside of the cache is skipped.
+    Where the cache's v lies in the memory of its k, as for MLA, rows of v must be what rows of k
+    put there: v is written last. Rows may lie in the cache themselves; they are copied first.
+    Lengths, page ids and scales on the host are checked. On a device they are not read, and a row
+    that would land outside of the cache is skipped.
 
     Raises:
-        ValueError: shapes, dtypes, devices, lengths or page ids that do not fit, a scale for a
-            cache that takes none, an expanded cache, or k or v that requires grad.
+        ValueError: types, shapes, dtypes, devices, lengths or page ids that do not fit, two rows
+            for one slot, a scale that is not finite and above 0 or that the cache does not take, a
+            cache that is expanded or made in inference mode and written outside of it, or a tensor
+            that requires grad. Nothing is written then.
         UnsupportedError: an int8 cache and rows that are not int8 codes yet.
     """
+    _check_types(cache, k, v)
     if k.ndim == 3 and v.ndim == 3:
         k, v = k[:, None], v[:, None]
     slots = _slots(cache, k, v)
     k_codes = _codes(k, slots.k.dtype, k_scale, "k_scale")
     v_codes = _codes(v, slots.v.dtype, v_scale, "v_scale")
     if not _written_by_operator(k_codes, v_codes, slots):
-        _write(slots.k, k_codes, slots)
-        _write(slots.v, v_codes, slots)
+        # all is read before anything is written: rows may lie in the cache
+        writes = [_values(slots.k, k_codes, slots), _values(slots.v, v_codes, slots)]
+        for bits, places, values in writes:
+            bits.index_put_(places, values)
 
 
 def _slots(cache: Cache | RingCache, k: Tensor, v: Tensor) -> _Slots:
@@ -83,8 +90,8 @@ def _slots(cache: Cache | RingCache, k: Tensor, v: Tensor) -> _Slots:
     k_view, v_view = _token_major(cache)
     _check_rows("k", k, k_view, batch)
     _check_rows("v", v, v_view, batch)
-    _check_own_memory("k", k_view)
-    _check_own_memory("v", v_view)
+    _check_writable("k", k_view)
+    _check_writable("v", v_view)
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"k and v must bring one S, got {k.shape[1]} and {v.shape[1]} tokens")
     _check_lengths(cache)
@@ -101,7 +108,16 @@ def _slots(cache: Cache | RingCache, k: Tensor, v: Tensor) -> _Slots:
         outer, held = _pages(cache, position)
         inner = position % cache.page_size
         counts = counts & held
-    return _Slots(k_view, v_view, outer, inner, counts & (inner < k_view.shape[1]))
+    counts = counts & (inner < k_view.shape[1])
+    if isinstance(cache, PagedCache | RingCache) and _on_host(
+        position, cache.seq_lens, cache.block_table
+    ):
+        _check_distinct(outer, inner, counts)
+    return _Slots(k_view, v_view, outer, inner, counts)
+
+
+def _on_host(*tensors: Tensor) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _at(index: Tensor, device: torch.device) -> Tensor:
@@ -135,7 +151,7 @@ def _pages(cache: PagedCache | RingCache, position: Tensor) -> tuple[Tensor, Ten
     table = _at(cache.block_table, position.device)
     page = table.gather(1, column.clamp(max=columns - 1))
     held = held & (column < columns)
-    if cache.block_table.device.type == "cpu" and position.device.type == "cpu":
+    if _on_host(cache.block_table, position):
         _check_page_ids(page, held & (position >= 0), num_pages)
     return page, held & (page >= 0) & (page < num_pages)
 
@@ -163,12 +179,25 @@ def _codes(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, name: str) ->
 def _broadcast(scale: Tensor, rows: Tensor, name: str) -> Tensor:
     batch, _, heads, _ = rows.shape
     allowed = ((1,), (heads,), (batch, heads))
+    if not isinstance(scale, Tensor) or scale.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{name} must be a float tensor, got {_kind(scale)}; give "
+            "torch.tensor([scale], dtype=torch.float32)"
+        )
+    _check_no_grad(name, scale)
     if tuple(scale.shape) not in allowed or scale.device != rows.device:
         raise ValueError(
             f"{name} must be [1], [K] = [{heads}] or [B, K] = [{batch}, {heads}] on {rows.device}, "
             f"got {list(scale.shape)} on {scale.device}"
         )
     scale = scale.to(torch.float32)
+    if _on_host(scale):
+        bad = ~(scale.isfinite() & (scale > 0))  # in float32, where a small float64 is 0
+        if bool(bad.any()):
+            index = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}{index} is {float(scale[tuple(index)])}, a scale must be finite and above 0"
+            )
     return scale[:, None, :, None] if scale.ndim == 2 else scale[:, None]
 
 
@@ -179,23 +208,53 @@ def _written_by_operator(k: Tensor, v: Tensor, slots: _Slots) -> bool:
     from splitkv.kernels_ascend.cache_write import write
 
     block = torch.where(slots.counts, slots.outer, -1).flatten()
-    rows = k.flatten(0, 1), v.flatten(0, 1)
-    return write(slots.k, slots.v, *rows, block, slots.inner.flatten())
+    memory = [part.untyped_storage()._cdata for part in (slots.k, slots.v)]
+    k_rows, v_rows = (
+        (part.clone() if part.untyped_storage()._cdata in memory else part).flatten(0, 1)
+        for part in (k, v)
+    )
+    return write(slots.k, slots.v, k_rows, v_rows, block, slots.inner.flatten())
 
 
-def _write(target: Tensor, rows: Tensor, slots: _Slots) -> None:
-    """``target[outer, inner] = rows`` where the row counts; target: any strides."""
-    if not rows.numel() or not target.numel():
-        return
+def _values(
+    target: Tensor, rows: Tensor, slots: _Slots
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """Bits, places and values so that ``bits[places] = values`` is ``target[outer, inner] = rows``
+    where the row counts; target: any strides.
+    """
     bits = target.view(_BITS[target.dtype.itemsize])
     values = rows.view(bits.dtype).flatten(0, 1)
     counts, outer, inner = (x.flatten() for x in (slots.counts, slots.outer, slots.inner))
+    if not rows.numel() or not target.numel():
+        return bits, (outer[:0], inner[:0]), values[:0]
     donor = counts.to(torch.int8).argmax(keepdim=True)  # the first that counts
     some = counts.any()
     outer = torch.where(counts, outer, torch.where(some, outer[donor], 0))
     inner = torch.where(counts, inner, torch.where(some, inner[donor], 0))
     spare = torch.where(some, values[donor], bits[:1, 0])
-    bits.index_put_((outer, inner), torch.where(counts[:, None, None], values, spare))
+    return bits, (outer, inner), torch.where(counts[:, None, None], values, spare)
+
+
+def _kind(given: object) -> str:
+    return f"a {given.dtype} tensor" if isinstance(given, Tensor) else type(given).__name__
+
+
+def _check_types(cache: object, k: object, v: object) -> None:
+    if not isinstance(cache, Cache | RingCache):
+        raise ValueError(
+            "cache must be a DenseCache, PackedCache, PagedCache or RingCache, "
+            f"got {type(cache).__name__}"
+        )
+    for name, rows in (("k", k), ("v", v)):
+        if not isinstance(rows, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(rows).__name__}")
+
+
+def _check_no_grad(name: str, tensor: Tensor) -> None:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ValueError(
+            f"{name} requires grad, a cache is for inference only; use torch.no_grad()"
+        )
 
 
 def _check_rows(name: str, rows: Tensor, target: Tensor, batch: int) -> None:
@@ -211,14 +270,17 @@ def _check_rows(name: str, rows: Tensor, target: Tensor, batch: int) -> None:
         raise ValueError(
             f"{name} must be of a float dtype or {target.dtype} like the cache, got {rows.dtype}"
         )
-    if torch.is_grad_enabled() and rows.requires_grad:
-        raise ValueError(
-            f"{name} requires grad, a cache is for inference only; use torch.no_grad()"
-        )
+    _check_no_grad(name, rows)
 
 
-def _check_own_memory(name: str, view: Tensor) -> None:
+def _check_writable(name: str, view: Tensor) -> None:
     """Slots of an expanded tensor are one piece of memory: a row written to one is in all."""
+    _check_no_grad(f"the cache's {name}", view)
+    if view.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"the cache's {name} was made in inference mode and can be written only there; "
+            "use torch.inference_mode()"
+        )
     for size, stride in zip(view.shape, view.stride(), strict=True):
         if stride == 0 and size > 1:
             raise ValueError(
@@ -237,6 +299,11 @@ def _check_lengths(cache: Cache | RingCache) -> None:
         return
     lengths = as_lengths("seq_lens", cache.seq_lens).tolist()
     if isinstance(cache, RingCache):
+        if any(lengths) and not cache.block_table.shape[1]:
+            raise ValueError(
+                f"seq_lens has a request of {max(lengths)} tokens, the ring's block_table has 0 "
+                "columns: it holds none"
+            )
         return
     for index, length in enumerate(lengths):
         if length > cache.capacity:
@@ -253,3 +320,19 @@ def _check_page_ids(page: Tensor, written: Tensor, num_pages: int) -> None:
             f"block_table sends token {step} of request {row} to page {int(page[row, step])}, "
             f"the pool has pages 0 to {num_pages - 1}"
         )
+
+
+def _check_distinct(page: Tensor, inner: Tensor, counts: Tensor) -> None:
+    """Which of two rows a slot holds in the end is not defined."""
+    places = torch.stack([page[counts], inner[counts]], dim=1)
+    distinct, which = places.unique(dim=0, return_inverse=True)
+    if len(distinct) == len(places):
+        return
+    order = which.argsort(stable=True)
+    first = int((which[order].diff() == 0).nonzero()[0])
+    one, other = (counts.nonzero()[order[at]].tolist() for at in (first, first + 1))
+    shared, offset = places[order[first]].tolist()
+    raise ValueError(
+        f"block_table sends token {one[1]} of request {one[0]} and token {other[1]} of request "
+        f"{other[0]} to page {shared}, offset {offset}: give each a page of its own"
+    )

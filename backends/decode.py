@@ -197,8 +197,8 @@ def _prepare(
         return chosen, plan
     if not isinstance(plan, SplitPlan):
         raise ValueError(f"plan must be a SplitPlan, got {type(plan).__name__}")
-    # a call that was not checked vouches for no later one
-    key = ("checked", level is not Validate.NONE, call.spec, call.cache.layout, backend)
+    # a call vouches for later ones at its own level: one that asks for more was not checked as far
+    key = ("checked", level, call.spec, call.cache.layout, backend)
     known = plan.bound.get(key)
     if isinstance(known, Checked) and not checks_again and known.vouches_for(call, level):
         return known.backend, plan
@@ -230,9 +230,7 @@ def _check_destination(
 ) -> None:
     if tensor is None:
         return
-    if tensor.requires_grad or any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
+    if tensor.requires_grad or not _elements_apart(tensor):
         raise ValueError(
             f"{name} must not require grad nor be expanded, each element needs memory of its own; "
             f"got requires_grad {tensor.requires_grad}, strides {list(tensor.stride())}"
@@ -242,3 +240,14 @@ def _check_destination(
             f"{name} must be {list(shape)} {dtype} on {device}, "
             f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         )
+
+
+def _elements_apart(tensor: Tensor) -> bool:
+    """Whether each stride is beyond all that smaller ones reach, so that no two elements meet."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True

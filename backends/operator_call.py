@@ -131,6 +131,7 @@ def arguments_of(
 
     Who cuts: a plan that calls share where lengths and offsets are on the host. Of tensors on a
     device a backend may remember in its plan what it read; each call then has a plan of its own.
+    A shared plan has seen other calls' tensors, so that none of them vouches for this one's values.
     """
     cache = cache_of(k, v, options)
     spec = spec_of(q, cache, options)
@@ -138,7 +139,7 @@ def arguments_of(
     settings: dict[str, Any] = {
         **extras_of(options),
         "backend": backend,
-        "validate": options.get("validate"),
+        "validate": options.get("validate") or ("full" if q.is_cpu else None),
     }
     packed = isinstance(cache, PackedCache)
     lengths = cache.cu_seqlens_k if isinstance(cache, PackedCache) else cache.seq_lens

@@ -5,6 +5,7 @@ layout is a view of the same memory: contiguous, or pages in random order.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,13 +101,19 @@ def steps(
     Contiguous is dense ("BSND") where all lengths are equal, and packed where they are not.
 
     Raises:
-        ValueError: a shape without a single token.
+        ValueError: a shape without a single token, or one that the device has no memory for.
     """
     if not shape.kv_bytes:
         raise ValueError(f"nothing to read: lengths {list(shape.lengths)[:8]}")
     slots = max(shape.slots(size) for size in page_sizes)
     sets = min(max(2, math.ceil(cold_bytes / shape.kv_bytes)), _MOST_SETS)
     elements = sets * 2 * slots * shape.kv_heads * shape.dim
+    needed, room = elements * shape.dtype.itemsize, _room(device)
+    if needed > room:
+        raise ValueError(
+            f"{sets} sets of K and V take {needed / 1e9:.1f} GB, {device} has {room / 1e9:.1f} GB: "
+            "fewer or shorter lengths"
+        )
     memory = _random(elements, shape.dtype, device, seed).view(sets, -1)
     q = _random(shape.batch * shape.heads * shape.dim, shape.dtype, device, seed + 1)
     q = q.view(shape.batch, shape.heads, shape.dim)
@@ -153,6 +160,13 @@ def torch_attention(step: Step) -> Candidate:
             raise ValueError("torch's attention takes neither pages nor lengths that differ")
         views.append(cache.bnsd())
     return Candidate([partial(call, k, v) for k, v in views])
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of memory: what is free of a GPU's, all of a host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _layout(shape: Shape, page_size: int | None) -> Layout:

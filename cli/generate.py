@@ -53,7 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     add("--chat", action="store_true", help="each prompt is a question to the assistant")
     add("--max-new-tokens", type=int, default=48, metavar="N", help="(default 48)")
-    add("--num-splits", type=int, metavar="N", help="splits per request (default: the planner's)")
+    add(
+        "--num-splits",
+        type=int,
+        metavar="N",
+        help="at most N splits per request (default: the planner's)",
+    )
     add("--page-size", type=int, default=16, metavar="P", help="tokens of a page (default 16)")
     add("--backend", help="use this one or fail (default: the first that takes the request)")
     add("--device", default="cpu", help="of the model, as torch names it (default cpu)")

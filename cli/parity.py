@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -50,12 +51,14 @@ def run(args: argparse.Namespace) -> int:
         results[backend.name].append(result)
     if args.record and sources != {name: sources_digest(name) for name in results}:
         raise ValueError("the code changed while the cases ran: nothing recorded, run again")
-    written, unlike = _evidence(args, backends, cases, results)
+    written, compared, unlike = _evidence(args, backends, cases, results)
     held = _held(results, named=args.backend is not None) and not unlike
     if args.json:
-        print_json(_as_json(args, results, written, unlike, held))
+        print_json(_as_json(args, results, written, compared, unlike, held))
     else:
         _show(results, written, unlike)
+        if args.against is not None:
+            print(f"{compared} cases compared with {args.against}, {len(unlike)} unlike")
     return 0 if held else 1
 
 
@@ -64,28 +67,36 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--record is of all cases with seed {SEED}: leave out --case and --seed")
     if args.device is not None and args.backend is None:
         raise ValueError(f"--device {args.device} needs --backend: each has a device of its own")
+    if args.interpreter and find_spec("triton") is None:
+        raise ValueError(
+            "--interpreter runs Triton's, and triton is not installed: pip install triton"
+        )
     if args.against is not None and not args.against.is_file():
         raise ValueError(f"--against {args.against}: no such file")
 
 
 def _evidence(
     args: argparse.Namespace, backends: Sequence[Backend], cases: Sequence[Case], results: Results
-) -> tuple[list[Path], list[str]]:
-    """What was written, and where these runs do not bear out those that they are compared with."""
+) -> tuple[list[Path], int, list[str]]:
+    """What was written, how many runs were compared with another host's, and where they do not bear
+    each other out.
+    """
     if not args.record and args.against is None:
-        return [], []
+        return [], 0, []
     mine = [
         record(backend, _device(backend, args), cases, results[backend.name], args.seed)
         for backend in backends
         if backend.missing() is None
     ]
     written = [save(entry) for entry in mine] if args.record else []
-    unlike: list[str] = []
+    compared, unlike = 0, list[str]()
     if args.against is not None:
         theirs = load(args.against)
+        known = {run.case for run in theirs.runs}
         for entry in mine:
+            compared += sum(run.case in known for run in entry.runs)
             unlike += [f"{entry.backend}: {line}" for line in differences(entry, theirs)]
-    return written, unlike
+    return written, compared, unlike
 
 
 def _device(backend: Backend, args: argparse.Namespace) -> torch.device:
@@ -115,6 +126,7 @@ def _as_json(
     args: argparse.Namespace,
     results: Results,
     written: Sequence[Path],
+    compared: int,
     unlike: Sequence[str],
     held: bool,
 ) -> dict[str, object]:
@@ -129,6 +141,7 @@ def _as_json(
             }
             for name, found in results.items()
         },
+        "compared": compared,
         "unlike": list(unlike),
         "written": [str(path) for path in written],
     }

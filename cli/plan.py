@@ -26,7 +26,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--list-profiles", action="store_true", help="the known profiles, with their sources")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--num-splits", type=int, metavar="N", help="at most N splits per request")
-    how.add_argument("--split-size", type=int, metavar="T", help="T tokens per split")
+    how.add_argument(
+        "--split-size",
+        type=int,
+        metavar="T",
+        help="T tokens per split, rounded up to granule_tokens",
+    )
     add_spec_arguments(parser)
 
 
@@ -34,14 +39,14 @@ def run(args: argparse.Namespace) -> int:
     if args.list_profiles:
         _list_profiles(args.json)
         return 0
-    if args.lengths is None or args.profile is None:
-        raise ValueError(
-            "--lengths and --profile are needed: tokens per request, as in 1024,8192x8, and one of "
-            f"{list(PROFILES)}"
-        )
+    if args.lengths is None:
+        raise ValueError("--lengths is needed: tokens per request, as in 1024,8192x8")
+    lengths = parse_lengths(args.lengths)
+    if args.profile is None:
+        raise ValueError(f"--profile is needed: a file of tune, or one of {list(PROFILES)}")
     plan = plan_splits(
         spec_from(args),
-        parse_lengths(args.lengths),
+        lengths,
         profile=_profile(args.profile),
         num_splits=args.num_splits,
         split_size=args.split_size,

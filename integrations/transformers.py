@@ -90,6 +90,8 @@ def register(
             )
     if name in ("eager", "sdpa", "flex_attention"):
         raise ValueError(f"name {name!r} is transformers' own; choose another")
+    if profile is not None and not isinstance(profile, DeviceProfile):
+        raise ValueError(f"profile must be a DeviceProfile or None, got {profile!r}")
     if num_splits is not None and split_size is not None:
         raise ValueError(
             f"give num_splits or split_size, not both: got {num_splits} and {split_size}"

@@ -531,3 +531,117 @@ def test_a_scale_that_does_not_fit_is_refused(scale: Tensor) -> None:
         ValueError, match=r"k_scale must be \[1\], \[K\] = \[2\] or \[B, K\] = \[2, 2\] on cpu"
     ):
         append_kv(fp8_cache(torch.float8_e4m3fn, [5, 3]), k, v[..., :D], k_scale=scale)
+
+
+SCALES: dict[str, tuple[Any, str]] = {
+    "a number": (0.5, r"must be a float tensor, got float; give torch.tensor\(\[scale\]"),
+    "a list": ([0.5], "must be a float tensor, got list"),
+    "complex": (torch.ones(1, dtype=torch.complex64), "must be a float tensor, got a torch.compl"),
+    "integers": (torch.ones(1, dtype=torch.int32), "must be a float tensor, got a torch.int32"),
+    "grad": (torch.ones(1, requires_grad=True), "requires grad"),
+    "nan": (torch.tensor([1.0, math.nan]), r"\[1\] is nan, a scale must be finite and above 0"),
+    "inf": (torch.tensor([math.inf]), r"\[0\] is inf"),
+    "zero": (torch.tensor([[1.0, 1.0], [0.0, 1.0]]), r"\[1, 0\] is 0\.0"),
+    "negative": (torch.tensor([-0.5]), r"\[0\] is -0\.5"),
+    "zero in float32": (torch.tensor([1e-300], dtype=torch.float64), r"\[0\] is 0\.0"),
+}
+
+
+@pytest.mark.parametrize("case", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_that_scale_nothing_are_refused_and_nothing_is_written(
+    name: str, case: tuple[Any, str]
+) -> None:
+    scale, message = case
+    cache = fp8_cache(torch.float8_e4m3fn, [5, 3])
+    k, v = rows(2, 1)
+    with pytest.raises(ValueError, match=f"{name}.*{message}|{name}{message}"):
+        append_kv(cache, k, v[..., :D], **{name: scale})
+    assert not as_bits(cache.k).any()
+    assert not as_bits(cache.v).any()
+
+
+@pytest.mark.parametrize("given", [None, [1.0], np.zeros((2, 1, K, D))], ids=["None", "list", "np"])
+@pytest.mark.parametrize("name", ["cache", "k", "v"])
+def test_arguments_of_another_type_are_named(name: str, given: Any) -> None:
+    k, v = rows(2, 1)
+    arguments = {"cache": empty_cache("NHD", [5, 3]), "k": k, "v": v, name: given}
+    with pytest.raises(ValueError, match=f"^{name} must be a .*got {type(given).__name__}"):
+        append_kv(**arguments)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_that_requires_grad_is_written_only_without_it(layout: str, name: str) -> None:
+    cache = empty_cache(layout, [5, 3])
+    before = cache.k.clone()
+    cache = replace(cache, **{name: getattr(cache, name).requires_grad_()})
+    with pytest.raises(ValueError, match=f"the cache's {name} requires grad.*no_grad"):
+        append_kv(cache, *rows(2, 1))
+    assert torch.equal(as_bits(before), as_bits(cache.k.detach()))
+    with torch.no_grad():
+        append_kv(cache, *rows(2, 1))
+        assert torch.equal(read(cache, 0)[0][-1], rows(2, 1)[0][0, 0])
+
+
+def test_a_cache_of_inference_mode_is_written_only_there() -> None:
+    with torch.inference_mode():
+        inner = empty_cache("NHD", [5, 3])
+    cache = replace(empty_cache("NHD", [5, 3]), v=inner.v)
+    before = cache.k.clone()
+    with pytest.raises(ValueError, match="the cache's v was made in inference mode"):
+        append_kv(cache, *rows(2, 1))
+    assert torch.equal(as_bits(before), as_bits(cache.k))
+    with torch.inference_mode():
+        append_kv(cache, *rows(2, 1))
+    assert torch.equal(read(cache, 1)[1][-1], rows(2, 1)[1][1, 0])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_v_in_the_memory_of_k_is_written_as_for_mla(layout: str) -> None:
+    cache = empty_cache(layout, [5, 3])
+    cache = replace(cache, v=cache.k[..., : D - 1])
+    k, _ = rows(2, 2)
+    append_kv(cache, k, k[..., : D - 1])
+    for request in range(2):
+        assert torch.equal(read(cache, request)[0][-2:], k[request])
+
+
+@pytest.mark.parametrize("wrapped_anew", [False, True])
+def test_rows_that_lie_in_the_cache_are_what_they_were(wrapped_anew: bool) -> None:
+    # position 1 of request 0 goes where row 0 of k lies, and v brings that row, too
+    memory = torch.arange(2.0 * P * K * D).reshape(2, P, K, D)
+    cache = PagedCache(memory, torch.zeros_like(memory), ints(0, 1)[:, None], ints(2, 1))
+    source = torch.from_numpy(memory.numpy()) if wrapped_anew else memory
+    new = source[:, 1:2]
+    wanted = new.clone()
+    append_kv(cache, torch.full_like(wanted, -1.0), new)
+    assert torch.equal(cache.v[0, 1], wanted[0, 0])
+    assert torch.equal(cache.v[1, 0], wanted[1, 0])
+    assert bool((cache.k[0, 1] == -1).all())
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "ring"])
+def test_two_requests_that_write_one_slot_are_refused(layout: str) -> None:
+    cache = empty_cache(layout, [7, 6])
+    cache.block_table[1, 1] = cache.block_table[0, 1]
+    page, before = int(cache.block_table[0, 1]), cache.k.clone()
+    with pytest.raises(
+        ValueError,
+        match=f"token 0 of request 0 and token 1 of request 1 to page {page}, offset 1",
+    ):
+        append_kv(cache, *rows(2, 2))
+    assert torch.equal(as_bits(before), as_bits(cache.k))
+    append_kv(cache, *rows(2, 1))  # one page, two slots
+    cache.seq_lens.copy_(ints(7, 0))
+    append_kv(cache, *rows(2, 2))  # a padding row writes nothing
+    cache.seq_lens.copy_(ints(12, 12))
+    append_kv(cache, *rows(2, 2))  # a page that both read, as a common prefix
+
+
+def test_a_ring_without_blocks_holds_no_token() -> None:
+    k, v = torch.zeros(1, P, K, D), torch.zeros(1, P, K, DV)
+    table = torch.zeros(2, 0, dtype=torch.int32)
+    append_kv(RingCache(k, v, table, ints(0, 0)), *rows(2, 1))
+    with pytest.raises(ValueError, match="a request of 3 tokens, the ring's block_table has 0"):
+        append_kv(RingCache(k, v, table, ints(0, 3)), *rows(2, 1))

@@ -311,7 +311,9 @@ def test_what_is_not_shared_says_why_and_is_right(refused: str) -> None:
 def test_scales_of_each_request_are_not_shared() -> None:
     call = call_of(cache_of_names(named(4, [9, 9], "ab", "ab"), [9, 9], 4))
     spec = replace(call.spec, kv_dtype=torch.int8, k_scale=ScaleKind.REQUEST_HEAD)
-    plan = plan_cascade(call.cache, spec, always=True)
+    codes = [x.nan_to_num().to(torch.int8) for x in (call.cache.k, call.cache.v)]
+    cache = PagedCache(*codes, call.cache.block_table, call.cache.seq_lens)
+    plan = plan_cascade(cache, spec, always=True)
     assert (plan.groups, plan.why) == (
         (),
         ("scales of each request: shared codes would mean different values",),
@@ -409,7 +411,7 @@ def test_the_cuda_kernels_in_the_interpreter() -> None:
     assert cascade_calls.queries_per_read(backend, call.spec) == 64 // 2  # tile rows / G
     plan = planned(call)
     assert len(plan.groups) == 1
-    out, lse = finish(cascade_calls.attend(backend, call, plan), dtype=torch.float16)
+    out, lse = finish(cascade_calls.attend(backend, call, plan, plan.seq_lens), dtype=torch.float16)
     answer = reference(call)
     assert not errors(out, lse, answer).exceeds(bounds(call, None, answer))
 

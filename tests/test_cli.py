@@ -278,8 +278,9 @@ def test_plan_lists_its_profiles_with_their_sources(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--profile", "cpu"), "--lengths and --profile are needed"),
+        (("--profile", "cpu"), "--lengths is needed"),
         (("--lengths", "12"), "one of ['cpu', 'NVIDIA H200'"),
+        (("--lengths", "12,a"), "got 'a' in '12,a'"),
         (("--lengths", "9" * 20, "--profile", "cpu"), "at most 2147483647"),
         (("--lengths", "1x1000001", "--profile", "cpu"), "more than 1000000 requests"),
         (("--lengths", "12", "--profile", "H100"), "unknown profile 'H100', known: ['cpu'"),

@@ -9,6 +9,8 @@ import torch
 from splitkv import (
     DecodeSpec,
     DenseCache,
+    Layout,
+    PagedCache,
     PartialState,
     RingCache,
     decode,
@@ -108,6 +110,20 @@ def test_an_unchecked_call_vouches_for_no_later_one() -> None:
         decode(q, cache, SPEC, plan=plan, k_scale=scale, validate="shapes")
 
 
+@pytest.mark.parametrize("level", ["none", "shapes"])
+def test_a_call_vouches_for_none_that_asks_for_more(level: str) -> None:
+    q, pages = torch.randn(1, 4, 8), torch.randn(3, 4, 2, 8)
+    lengths = torch.tensor([6], dtype=torch.int32)
+    cache = PagedCache(pages, pages, torch.tensor([[0, 7]]), lengths, Layout.NHD)
+    spec = replace(SPEC, layout=Layout.NHD, page_size=4)
+    plan = select(spec).plan(spec, [6])
+    with pytest.raises(ValueError, match=r"block_table\[0, 1\] is 7"):
+        decode(q, cache, spec, plan=plan)
+    decode(q, cache, spec, plan=plan, validate=level)
+    with pytest.raises(ValueError, match=r"block_table\[0, 1\] is 7"):
+        decode(q, cache, spec, plan=plan)
+
+
 def test_a_spec_is_made_anew_when_it_is_unpickled() -> None:
     again = pickle.loads(pickle.dumps(SPEC))
     assert again == SPEC
@@ -151,6 +167,16 @@ def test_an_output_without_memory_of_its_own_is_refused() -> None:
     q, k = history()
     with pytest.raises(ValueError, match="out must not"):
         decode_attention(q, k, k, layout="BSND", out=torch.zeros(1, 4, 8).expand(2, 4, 8))
+
+
+def test_an_output_whose_elements_share_memory_is_refused() -> None:
+    q, k = history()
+    meeting = torch.zeros(99).as_strided(q.shape, (1, 1, 1))
+    with pytest.raises(ValueError, match=r"each element needs memory of its own"):
+        decode_attention(q, k, k, layout="BSND", out=meeting)
+    apart = torch.zeros(2, 8, 4, 3)[..., 1].transpose(1, 2)
+    wanted = decode_attention(q, k, k, layout="BSND")
+    assert torch.equal(decode_attention(q, k, k, layout="BSND", out=apart), wanted)
 
 
 def test_more_splits_than_any_integer_holds() -> None:

@@ -105,9 +105,10 @@ def test_pitfall_7_continuous_batching_refuses_the_name_itself() -> None:
         ({"split_size": -1}, "split_size must be 1 or more, got -1"),
         ({"max_queries": 0}, "max_queries must be 1 or more, got 0"),
         ({"num_splits": 2, "split_size": 64}, "not both: got 2 and 64"),
+        ({"profile": "cpu"}, "profile must be a DeviceProfile or None, got 'cpu'"),
     ],
 )
-def test_malformed_registrations_are_refused(arguments: dict[str, int], words: str) -> None:
+def test_malformed_registrations_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         hf.register("other", **arguments)
 

@@ -74,12 +74,21 @@ def test_hosts_are_compared(capsys: Capture, tmp_path: Path) -> None:
     words = ("parity", "--backend", "cpu", "--case", "soft-cap*", "--against")
     theirs = next(entry for entry in load_all() if entry.backend == "cpu")
     same = save(theirs, tmp_path / "same.json")
-    assert printed(capsys, *words, str(same))[0] == 0
+    code, said = printed(capsys, *words, str(same))
+    assert (code, said["compared"], said["unlike"]) == (0, 3, [])
     runs = tuple(replace(run, inputs_digest="other") for run in theirs.runs)
     other = save(replace(theirs, runs=runs), tmp_path / "other.json")
     code, said = printed(capsys, *words, str(other))
     assert code == 1
     assert len(said["unlike"]) == 3
+
+
+def test_the_interpreter_is_asked_for_where_there_is_none(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitkv.cli.parity.find_spec", lambda name: None)
+    assert main(["parity", "--interpreter", "--case", "soft-cap*"]) == 2
+    assert "triton is not installed" in capsys.readouterr().err
 
 
 def test_a_record_has_every_case(

@@ -1,6 +1,7 @@
 """The operators: registered as torch wants them, the library's own bits, whole under compile."""
 
 import json
+import math
 import re
 import runpy
 from collections.abc import Callable, Iterator
@@ -432,6 +433,23 @@ def test_run_and_traced_refuse_in_the_same_words(words: str) -> None:
         with pytest.raises(ValueError, match=match) as traced:
             torch_ops.decode_attention(*fakes, **options)
     assert str(run.value) == str(traced.value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_call_whose_plan_was_shared_is_checked_for_its_own_values(bad: float) -> None:
+    q, k, v, options = one_query("NHD")
+    codes = k.to(torch.int8), v.to(torch.int8)
+    scale = torch.ones(1)
+    torch_ops.decode_attention(q, *codes, k_scale=scale, v_scale=scale, **options)
+    with pytest.raises(ValueError, match="k_scale must be finite"):
+        torch_ops.decode_attention(q, *codes, k_scale=scale * bad, v_scale=scale, **options)
+    # a page id may be anything as long as the mask hides its tokens
+    options["block_table"][3, 1] = -1
+    pages = options["seq_lens"].max().item()
+    hides, shows = torch.zeros(4, 1, pages).bool(), torch.ones(4, 1, pages).bool()
+    torch_ops.decode_attention(q, k, v, attn_mask=hides, **options)
+    with pytest.raises(ValueError, match=r"block_table\[3, 1\] is -1"):
+        torch_ops.decode_attention(q, k, v, attn_mask=shows, **options)
 
 
 def test_destinations_must_fit() -> None:

@@ -25,15 +25,20 @@ from splitkv.common.state import PartialState
 from splitkv.common.visibility import IntArray
 
 
-def attend(backend: Backend, call: DecodeCall, plan: CascadePlan) -> PartialState:
-    """The state of a checked call, [B, S, H] or [sum of S, H]."""
+def attend(
+    backend: Backend, call: DecodeCall, plan: CascadePlan, lengths: IntArray
+) -> PartialState:
+    """The state of a call, [B, S, H] or [sum of S, H].
+
+    lengths: the plan's ``seq_lens`` that the call was checked by.
+    """
     if not plan.groups:
-        return backend.partial(call, _suffix_plan(backend, plan))
+        return backend.partial(call, _suffix_plan(backend, plan, lengths))
     rows = _rows(plan, call.q.device)
     prefix = backend.partial(_prefix_call(call, plan, rows), _prefix_plan(backend, plan, rows))
     states = [_picked(prefix, index) for index in rows.levels]
-    if (plan.seq_lens > plan.shared).any():
-        suffix = backend.partial(_suffix_call(call, plan), _suffix_plan(backend, plan))
+    if (lengths > plan.shared).any():
+        suffix = backend.partial(_suffix_call(call, plan), _suffix_plan(backend, plan, lengths))
         states.append(_by_row(suffix, call.spec))
     state, shape = backend.merge(states), call.rows
     return PartialState(
@@ -170,13 +175,21 @@ def _prefix_plan(backend: Backend, plan: CascadePlan, rows: _Rows) -> SplitPlan:
     return known
 
 
-def _suffix_plan(backend: Backend, plan: CascadePlan) -> SplitPlan:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Suffix:
+    """lengths: the array that the cascade's plan held when ``plan`` was made."""
+
+    lengths: IntArray
+    plan: SplitPlan
+
+
+def _suffix_plan(backend: Backend, plan: CascadePlan, lengths: IntArray) -> SplitPlan:
     key = ("suffix", backend)
     known = plan.bound.get(key)
-    if not isinstance(known, SplitPlan):
-        lengths = (plan.seq_lens - plan.shared).tolist()
-        known = plan.bound[key] = backend.plan(plan.spec, lengths)
-    return known
+    if not isinstance(known, _Suffix) or known.lengths is not lengths:
+        made = backend.plan(plan.spec, (lengths - plan.shared).tolist())
+        known = plan.bound[key] = _Suffix(lengths, made)
+    return known.plan
 
 
 def _prefix_call(call: DecodeCall, plan: CascadePlan, rows: _Rows) -> DecodeCall:

@@ -8,8 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from splitkv.backends.base import Backend
-from splitkv.backends.binding import Checked
 from splitkv.backends.cascade.calls import attend, prefix_spec, queries_per_read
+from splitkv.backends.cascade.checks import check_cascade, check_cascade_types, check_plannable
 from splitkv.backends.cascade.plan import CascadePlan, plan_groups
 from splitkv.backends.decode import validate_level
 from splitkv.backends.registry import select
@@ -18,7 +18,7 @@ from splitkv.common.call import DecodeCall
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.state import PartialState, finish
 from splitkv.common.support import Range
-from splitkv.common.validate import Validate, check_call, check_sinks, check_types
+from splitkv.common.validate import check_sinks
 from splitkv.common.visibility import as_lengths
 
 
@@ -38,10 +38,11 @@ def plan_cascade(
     says.
 
     Raises:
-        ValueError: the cache is not paged or does not fit ``spec``, or lengths and table do not fit
-        together. UnsupportedError: no backend takes ``spec``.
+        ValueError: the cache is not paged or does not fit ``spec``; lengths, offsets or used page
+        ids out of their range; a ``mask_tokens`` below 0. UnsupportedError: no backend takes
+        ``spec``.
     """
-    _check_cache(cache, spec)
+    check_plannable(cache, spec, cu_seqlens_q, mask_tokens)
     chosen = select(spec, cache.k.device, backend)
     counts = None if cu_seqlens_q is None else np.diff(as_lengths("cu_seqlens_q", cu_seqlens_q))
     plan = plan_groups(
@@ -92,7 +93,7 @@ def cascade_decode(
         ValueError: malformed, or not what the plan was made for. UnsupportedError: the backend does
         not take the call.
     """
-    check_types(spec, cache, {"q": q, "sinks": sinks})
+    check_cascade_types(cache, spec, {"q": q, "sinks": sinks})
     check_sinks(sinks, spec, q.device)
     state = cascade_partial(
         q,
@@ -126,11 +127,17 @@ def cascade_partial(
     backend: str | None = None,
     validate: str | None = None,
 ) -> PartialState:
-    """The state of the queries by a cascade's plan; arguments as for ``cascade_decode``.
+    """The state of the queries by a cascade's plan; arguments as for ``cascade_decode``. Never
+    holds a sink.
 
     Returns:
         ``PartialState`` with max, lse [B, (S,) H] and out [B, (S,) H, Dv], float32.
     """
+    if getattr(spec, "sinks", False):
+        raise ValueError(
+            "a partial state never holds a sink: use a spec with sinks=False and give the sinks to "
+            "finish()"
+        )
     extras = {
         "cu_seqlens_q": cu_seqlens_q,
         "alibi_slopes": alibi_slopes,
@@ -139,13 +146,12 @@ def cascade_partial(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    check_types(spec, cache, {"q": q, **extras})
-    _check_cache(cache, spec)
+    check_cascade_types(cache, spec, {"q": q, **extras})
     squeezed = not spec.packed_queries and q.ndim == 3
     call = DecodeCall(q[:, None] if squeezed else q, cache, spec, **extras)
     level = validate_level(validate, q.device)
-    chosen = _checked(call, plan, backend, level, again=validate == "full")
-    state = attend(chosen, call, plan)
+    chosen, lengths = check_cascade(call, plan, backend, level, again=validate == "full")
+    state = attend(chosen, call, plan, lengths)
     if squeezed:
         return PartialState(state.max[:, 0], state.lse[:, 0], state.out[:, 0])
     return state
@@ -154,78 +160,3 @@ def cascade_partial(
 def _most_queries(backend: Backend) -> int | None:
     declared = backend.support.num_queries
     return declared.high if isinstance(declared, Range) else max(declared.values)
-
-
-def _check_cache(cache: object, spec: DecodeSpec) -> None:
-    if not isinstance(cache, PagedCache):
-        raise ValueError(
-            f"cache must be a PagedCache, got {type(cache).__name__}: requests share pages; "
-            "without them use decode"
-        )
-    if (cache.layout, cache.page_size) != (spec.layout, spec.page_size):
-        raise ValueError(
-            f"the cache has layout {cache.layout.value} and page size {cache.page_size}, the spec "
-            f"{spec.layout.value} and {spec.page_size}"
-        )
-
-
-def _checked(
-    call: DecodeCall, plan: CascadePlan, backend: str | None, level: Validate, *, again: bool
-) -> Backend:
-    """Who serves the call, which is checked unless it is like one that was."""
-    if not isinstance(plan, CascadePlan):
-        raise ValueError(f"plan must be a CascadePlan, got {type(plan).__name__}")
-    key = ("checked", level is not Validate.NONE, call.spec, backend)
-    known = plan.bound.get(key)
-    if isinstance(known, Checked) and not again and known.vouches_for(call, level):
-        return known.backend
-    check_call(call, None, level)
-    if level is not Validate.NONE:
-        _check_shapes(call, plan)
-        _check_values(call, plan, level)
-    chosen = select(call.spec, call.q.device, backend)
-    if plan.groups:
-        select(prefix_spec(plan), call.q.device, chosen.name)
-    plan.bound[key] = Checked.of(chosen, call)
-    return chosen
-
-
-def _check_shapes(call: DecodeCall, plan: CascadePlan) -> None:
-    if plan.batch != call.batch:
-        raise ValueError(f"plan is for {plan.batch} requests, the cache has {call.batch}")
-    if plan.spec != call.spec:
-        raise ValueError(f"plan was made for {plan.spec}, the call's spec is {call.spec}")
-    if len(call.q) != (rows := int(plan.counts.sum())) and call.cu_seqlens_q is not None:
-        raise ValueError(f"plan is for {rows} queries, q has {len(call.q)}")
-    for name, tensor in (("attn_mask", call.attn_mask), ("attn_bias", call.attn_bias)):
-        if plan.groups and tensor is not None and tensor.shape[-1] > (plan.mask_tokens or 0):
-            raise ValueError(
-                f"{name} covers {tensor.shape[-1]} positions, the plan was made for mask_tokens "
-                f"{plan.mask_tokens}"
-            )
-    assert isinstance(call.cache, PagedCache)
-    capacity, shared = call.cache.capacity, int(plan.shared.max(initial=0))
-    if shared > capacity:
-        raise ValueError(f"the plan shares {shared} tokens, the block table holds {capacity}")
-
-
-def _check_values(call: DecodeCall, plan: CascadePlan, level: Validate) -> None:
-    """What the host has, and at level "full" what it has to fetch."""
-    cache = call.cache
-    assert isinstance(cache, PagedCache)
-    full = level is Validate.FULL
-    if call.cu_seqlens_q is not None and (full or call.cu_seqlens_q.device.type == "cpu"):
-        counts = np.diff(as_lengths("cu_seqlens_q", call.cu_seqlens_q))
-        if not np.array_equal(counts, plan.counts):
-            raise ValueError("cu_seqlens_q gives other numbers of queries than the plan's")
-    if full or cache.seq_lens.device.type == "cpu":
-        lengths = as_lengths("seq_lens", cache.seq_lens)
-        plan.check_lengths(lengths)
-        if (longer := np.flatnonzero(lengths > plan.seq_lens)).size:
-            index = int(longer[0])
-            raise ValueError(
-                f"seq_lens[{index}] is {lengths[index]}, the plan was made for "
-                f"{plan.seq_lens[index]}; call plan.refresh(seq_lens)"
-            )
-    if full:
-        plan.check_table(cache.block_table.detach().cpu().numpy())

@@ -6,7 +6,7 @@ as ever, and the states merge: both parts are exact. What pays is ``worth``'s af
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -38,8 +38,9 @@ class CascadePlan:
 
     groups: outer prefixes before those nested in them. shared: int64 [B], the tokens of each
         request that groups read, from position 0. counts: int64 [B], queries of each request.
-    seq_lens: int64 [B], the lengths planned for, updated by ``refresh``. mask_tokens: the positions
-        at each history's end that a mask or bias may cover. queries_per_read: queries that one pass
+    seq_lens: int64 [B], the lengths planned for; read-only, ``refresh`` puts another array in its
+        place. capacity: tokens that a row of the block table holds. mask_tokens: the positions at
+        each history's end that a mask or bias may cover. queries_per_read: queries that one pass
         over K and V serves (None: any number). saved_seconds: predicted, by ``profile``.
     why: sentences: what kept requests or prefixes from being shared.
     """
@@ -50,12 +51,21 @@ class CascadePlan:
     shared: IntArray
     counts: IntArray
     seq_lens: IntArray
+    capacity: int
     mask_tokens: int | None
     queries_per_read: int | None
     saved_seconds: float
     why: tuple[str, ...]
-    bound: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
-    """What executing ties to this plan; ``refresh`` drops what depends on lengths."""
+    bound: dict[tuple[object, ...], object] = field(init=False, default_factory=dict, repr=False)
+    """What executing ties to this plan, and to no copy of it. What depends on lengths is kept with
+    the array of lengths it was made for, and made again for another."""
+
+    def __post_init__(self) -> None:
+        self._set_lengths(self.seq_lens)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # copies are made anew, as by replace: with lengths and bound of their own
+        return CascadePlan, tuple(getattr(self, entry.name) for entry in fields(self) if entry.init)
 
     @property
     def batch(self) -> int:
@@ -107,14 +117,20 @@ class CascadePlan:
         Pages that have become equal since are not looked for: plan again for those.
 
         Raises:
-            ValueError: another number of requests, or a length for which a request's shared tokens
-            are no longer seen by all of its queries; the plan is then unchanged.
+            ValueError: another number of requests, a length beyond ``capacity``, or one for which a
+            request's shared tokens are no longer seen by all of its queries; the plan is then
+            unchanged.
         """
         lengths = as_lengths("seq_lens", seq_lens)
         self.check_lengths(lengths)
-        self.seq_lens[:] = lengths
-        for key in [key for key in self.bound if key[0] in ("suffix", "checked")]:
-            del self.bound[key]
+        _check_capacity(lengths, self.capacity)
+        self._set_lengths(lengths)
+
+    def _set_lengths(self, lengths: IntArray) -> None:
+        """All lengths at once: a call in another thread sees the old ones or the new."""
+        own = np.array(lengths, np.int64)
+        own.flags.writeable = False
+        object.__setattr__(self, "seq_lens", own)
 
     def check_lengths(self, lengths: IntArray) -> None:
         """Raise ValueError unless the groups are exact for these lengths, int64 [B]."""
@@ -184,7 +200,7 @@ def plan_groups(
 
     Raises:
         ValueError: a layout without pages, lengths, counts or table that do not fit together, or a
-        value below 1.
+        number out of its range.
     """
     page_size = page_size_of(spec)
     lengths = as_lengths("seq_lens", seq_lens)
@@ -205,20 +221,17 @@ def plan_groups(
     for name, value in (("queries_per_read", queries_per_read), ("most_queries", most_queries)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be 1 or more (None: no limit), got {value}")
+    check_mask_tokens(mask_tokens)
     capacity = table.shape[1] * page_size
-    if (over := np.flatnonzero(lengths > capacity)).size:
-        index = int(over[0])
-        raise ValueError(
-            f"seq_lens[{index}] is {lengths[index]}, the block table's capacity is {capacity} "
-            "tokens"
-        )
+    _check_capacity(lengths, capacity)
     plan = CascadePlan(
         spec=replace(spec, sinks=False),
         profile=profile,
         groups=(),
         shared=np.zeros(len(lengths), np.int64),
         counts=counts,
-        seq_lens=lengths.copy(),
+        seq_lens=lengths,
+        capacity=capacity,
         mask_tokens=mask_tokens,
         queries_per_read=queries_per_read,
         saved_seconds=0.0,
@@ -235,9 +248,10 @@ def plan_groups(
     if choice.why is not None:
         return replace(plan, why=(*why, choice.why))
     groups = _groups(plan, table, trie, choice, most_queries)
+    shared = np.zeros_like(plan.shared)
     for group in groups:
-        plan.shared[group.members] = (group.first + len(group.pages)) * page_size
-    return replace(plan, groups=groups, saved_seconds=choice.saved_seconds, why=why)
+        shared[group.members] = (group.first + len(group.pages)) * page_size
+    return replace(plan, groups=groups, shared=shared, saved_seconds=choice.saved_seconds, why=why)
 
 
 def page_size_of(spec: DecodeSpec) -> int:
@@ -249,6 +263,27 @@ def page_size_of(spec: DecodeSpec) -> int:
     if spec.page_size is None:
         raise ValueError(f"requests share pages, and layout {spec.layout.value} has none: use NHD")
     return spec.page_size
+
+
+def check_mask_tokens(mask_tokens: int | None) -> None:
+    """Raise ValueError unless this is None, or an integer of 0 or more."""
+    if mask_tokens is None:
+        return
+    whole = isinstance(mask_tokens, int | np.integer) and not isinstance(mask_tokens, bool)
+    if not (whole and mask_tokens >= 0):
+        raise ValueError(
+            "mask_tokens must be an integer of 0 or more (None: there is no mask or bias, or of "
+            f"unknown width), got {mask_tokens!r}"
+        )
+
+
+def _check_capacity(lengths: IntArray, capacity: int) -> None:
+    if (over := np.flatnonzero(lengths > capacity)).size:
+        index = int(over[0])
+        raise ValueError(
+            f"seq_lens[{index}] is {lengths[index]}, the capacity of the block table planned for "
+            f"is {capacity} tokens; plan the cascade again with a wider table"
+        )
 
 
 def unshareable(spec: DecodeSpec, mask_tokens: int | None) -> list[str]:
