@@ -19,11 +19,11 @@ from splitkv.backends.registry import BACKENDS, check_device
 from splitkv.cli.output import print_json, print_table, track
 from splitkv.cli.tune_fit import Timed, fit, shortest_tile, typical_off
 from splitkv.cli.tune_timing import (
-    CLOCKS,
     DESIGNS,
     Calls,
     Clock,
     Design,
+    DeviceClock,
     measure,
     measure_merges,
     measure_tiles,
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     backend = next(one for one in BACKENDS if one.device_type == device.type)
     design = DESIGNS[device.type]
     with torch.no_grad():
-        clock = CLOCKS[device.type](Calls(backend, device, design.pool))
+        clock = DeviceClock(Calls(backend, device, design.pool))
         profile, fitted, held_out = tune(design, backend.profile(), clock, progress=True)
     machine = this_machine(device)
     profile = replace(profile, name=machine.device, source=_source(fitted, machine))

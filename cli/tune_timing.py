@@ -4,7 +4,7 @@ Shape of all: 32 query heads on 8 kv heads of 128, bfloat16, NHD pages of 128. A
 repeated over other pages of one pool, as the layers of a model are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from splitkv.backends.base import Backend
+from splitkv.cli.bench_timing import Call, Candidate, kernel_timer
 from splitkv.cli.tune_fit import Timed, call_seconds, merge_seconds
 from splitkv.common.cache import PagedCache
 from splitkv.common.call import DecodeCall
@@ -24,7 +25,6 @@ from splitkv.common.state import PartialState
 
 H, K, D, P = 32, 8, 128, 128
 SPEC = DecodeSpec(num_q_heads=H, num_kv_heads=K, head_dim=D, layout=Layout.NHD, page_size=P)
-Step = Callable[[], object]
 MOST_CALLS = 32
 """Calls in a row over other pages; more would not leave the caches more thoroughly."""
 
@@ -190,11 +190,16 @@ class Calls:
         return PartialState.from_lse(out.to(self.device), lse.to(self.device))
 
 
-class HostClock:
-    """Median of single calls, for a backend that returns when it is done."""
+class DeviceClock:
+    """Median of repeats, timed as ``bench`` times: graph replays on CUDA, single calls elsewhere.
+
+    Five repeats at least, more for ``spend`` seconds, ``most`` at most.
+    """
 
     def __init__(self, calls: Calls, spend: float = 0.5, most: int = 64) -> None:
         self._calls, self._spend, self._most = calls, spend, most
+        self._timer = kernel_timer(calls.device)
+        self._in_a_row = 8 if calls.device.type == "cuda" else 1
 
     def seconds(self, plan: SplitPlan, pages: int) -> float:
         backend = self._calls.backend
@@ -204,48 +209,10 @@ class HostClock:
         parts = self._calls.states(requests, states)
         return self._time([partial(self._calls.backend.merge, parts)])
 
-    def _time(self, steps: Sequence[Step]) -> float:
-        steps[0]()
+    def _time(self, calls: Sequence[Call]) -> float:
+        once = self._timer.ready(Candidate(calls), self._in_a_row)
         times: list[float] = []
-        while len(times) < 5 or (sum(times) < self._spend and len(times) < self._most):
-            start = perf_counter()
-            steps[len(times) % len(steps)]()
-            times.append(perf_counter() - start)
+        start = perf_counter()
+        while len(times) < 5 or (perf_counter() - start < self._spend and len(times) < self._most):
+            times.append(once())
         return median(times)
-
-
-class GraphClock:
-    """Median of replays of a CUDA graph of calls in a row, without what the host needs for each."""
-
-    def __init__(self, calls: Calls, replays: int = 15) -> None:
-        self._calls, self._replays = calls, replays
-
-    def seconds(self, plan: SplitPlan, pages: int) -> float:
-        backend = self._calls.backend
-        return self._time([partial(backend.decode, x, plan) for x in self._calls.of(plan, pages)])
-
-    def merge_seconds(self, requests: int, states: int) -> float:
-        parts = self._calls.states(requests, states)
-        return self._time([partial(self._calls.backend.merge, parts)] * 8)
-
-    def _time(self, steps: Sequence[Step]) -> float:
-        device = self._calls.device
-        for _ in range(2):  # compiles, and uploads the plan, neither of which a graph can hold
-            steps[0]()
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for step in steps:
-                step()
-        times: list[float] = []
-        for _ in range(self._replays):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize(device)
-            times.append(start.elapsed_time(end) * 1e-3 / len(steps))
-        return median(times[2:])
-
-
-CLOCKS: dict[str, Callable[[Calls], Clock]] = {"cpu": HostClock, "cuda": GraphClock}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -163,8 +164,7 @@ def chip_routes(
     chosen = {case.id: backend.choice(case.spec).route for case in cases}
     found = {}
     for route in ROUTES:
-        named = AscendBackend(soc=Soc(chip), route=route.name, needs_lse=route.state)
-        reasons = {case.id: refusals(named, case) for case in cases}
+        reasons = _route_refusals(Soc(chip), route.name, route.state, tuple(cases))
         takes = sum(not given for given in reasons.values())
         if not takes:
             kind = [case.id for case in cases if not route.structural(case.spec)]
@@ -178,6 +178,15 @@ def chip_routes(
         said = cell(row, backend, runs, cases) if serves else Cell(Word.DECLARED)
         found[route.name] = RouteCell(said, takes)
     return found
+
+
+@cache
+def _route_refusals(
+    soc: Soc, route: str, needs_lse: bool, cases: tuple[Case, ...]
+) -> dict[str, list[str]]:
+    """By case, why this route alone would not take it. Page and data both ask, of every case."""
+    named = AscendBackend(soc=soc, route=route, needs_lse=needs_lse)
+    return {case.id: refusals(named, case) for case in cases}
 
 
 def cell(row: Row, backend: Backend, evidence: Iterable[Evidence], cases: Sequence[Case]) -> Cell:

@@ -15,11 +15,10 @@ import splitkv
 from splitkv.backends.profiles import profile_from, read_profile, write_profile
 from splitkv.backends.registry import backend_named
 from splitkv.cli import tune as command
-from splitkv.cli import tune_timing
 from splitkv.cli.main import main
 from splitkv.cli.tune import tune
 from splitkv.cli.tune_fit import Timed, call_seconds, fit, merge_seconds, shortest_tile
-from splitkv.cli.tune_timing import DESIGNS, SPEC, Calls, HostClock, Probe, measure, measure_tiles
+from splitkv.cli.tune_timing import DESIGNS, SPEC, Calls, DeviceClock, Probe, measure, measure_tiles
 from splitkv.common.plan import SplitPlan, plan_splits
 from splitkv.common.profile import PROFILES, DeviceProfile
 
@@ -127,7 +126,7 @@ def test_calls_lie_on_other_pages_each_and_compute() -> None:
     ]
     assert len(made) == 3
     assert sorted(page for pages in used for page in pages) == list(range(12))
-    clock = HostClock(calls, spend=0, most=1)
+    clock = DeviceClock(calls, spend=0, most=1)
     assert min(clock.seconds(plan, 4), clock.merge_seconds(2, 3)) > 0
     with pytest.raises(ValueError, match="a call of 13 pages needs a pool of as many"):
         calls.of(plan, 13)
@@ -137,7 +136,7 @@ def test_the_command_writes_a_file_that_the_planner_takes(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted = replace(PLANTED["cpu"], tile_tokens=128)
-    monkeypatch.setitem(tune_timing.CLOCKS, "cpu", lambda calls: ModelClock(planted))
+    monkeypatch.setattr("splitkv.cli.tune.DeviceClock", lambda calls: ModelClock(planted))
     monkeypatch.setattr(command, "Calls", lambda *_: None)
     for name in ("mine.yaml", "mine.json"):
         path = tmp_path / name
