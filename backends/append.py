@@ -58,7 +58,8 @@ def append_kv(
     at once. Rows are rounded to the cache's dtype; rows that have it already keep their bits.
     k_scale, v_scale: float [1], [K] or [B, K], for 8-bit float caches: the code is row / scale, and
     what lies beyond the format's largest number, infinities included, becomes that number (448 for
-    e4m3fn); NaN stays NaN.
+    e4m3fn); NaN stays NaN. No scale is chosen here: with scales per token or channel, or with zero
+    points, the caller makes the codes and appends them.
 
     Where the cache's v lies in the memory of its k, as for MLA, rows of v must be what rows of k
     put there: v is written last. Rows may lie in the cache themselves; they are copied first.
@@ -188,7 +189,8 @@ def _broadcast(scale: Tensor, rows: Tensor, name: str) -> Tensor:
     if tuple(scale.shape) not in allowed or scale.device != rows.device:
         raise ValueError(
             f"{name} must be [1], [K] = [{heads}] or [B, K] = [{batch}, {heads}] on {rows.device}, "
-            f"got {list(scale.shape)} on {scale.device}"
+            f"got {list(scale.shape)} on {scale.device}; with scales per token or channel, append "
+            "codes, and write the scales beside them"
         )
     scale = scale.to(torch.float32)
     if _on_host(scale):

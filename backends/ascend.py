@@ -37,6 +37,11 @@ _OWN = (
 )
 _NO_SCORE_HOOK = "the fused-infer operators have no argument for it that comes with an LSE"
 _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
+    Feature.KV_START: No(
+        Why.NOT_YET,
+        "a request begins at 0 in the lengths and tables that reach an operator",
+        "give a block table that begins at the first visible page, and lengths to match",
+    ),
     Feature.SOFT_CAP: No(Why.UPSTREAM, f"{_NO_SCORE_HOOK} (no tanh on the scores)", _OWN),
     Feature.ALIBI: No(
         Why.NOT_YET,
@@ -63,6 +68,18 @@ _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
         Why.NOT_YET,
         "the operators' int8 caches with antiquant scales have no route here, and there is no fp8 "
         "before Ascend 950",
+        "dequantise into a 16-bit cache",
+    ),
+    Feature.KV_FINE_SCALES: No(
+        Why.NOT_YET,
+        "the operators document antiquant scales per channel (all heads in one tensor, in the "
+        "query's dtype) and per token (float32), and other shapes of them for pages and several "
+        "queries; no route builds them, as no stand-in here computes them",
+        "dequantise into a 16-bit cache",
+    ),
+    Feature.KV_ZERO_POINTS: No(
+        Why.NOT_YET,
+        "the operators' antiquant offsets come with antiquant scales, which have no route here",
         "dequantise into a 16-bit cache",
     ),
 }
@@ -170,9 +187,23 @@ class AscendBackend(Backend):
             return choose(spec, self.wants).refusals
         found = _FEATURES_ALONE.refusals(spec)
         # said by their features already
-        asked = replace(spec, logits_soft_cap=None, alibi=False, attn_bias=False, attn_mask=False)
+        asked = replace(
+            spec,
+            kv_start=False,
+            logits_soft_cap=None,
+            alibi=False,
+            attn_bias=False,
+            attn_mask=False,
+        )
         if spec.cache_dtype is not spec.dtype:
-            asked = replace(asked, kv_dtype=spec.dtype, k_scale=None, v_scale=None)
+            asked = replace(
+                asked,
+                kv_dtype=spec.dtype,
+                k_scale=None,
+                v_scale=None,
+                k_zero=False,
+                v_zero=False,
+            )
         return found + choose(asked, self.wants).refusals
 
     def tensor_refusals(self, call: DecodeCall, plan: SplitPlan | None) -> list[str]:

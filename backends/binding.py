@@ -67,21 +67,22 @@ class Checked:
 
 def _extras(call: DecodeCall) -> Facts:
     a, b, c = call.cu_seqlens_q, call.alibi_slopes, call.attn_bias
-    d, e, f = call.attn_mask, call.k_scale, call.v_scale
-    if a is b is c is d is e is f is None:
+    d, e, f, g, h = call.attn_mask, call.k_scale, call.v_scale, call.k_zero, call.v_zero
+    i = call.kv_start
+    if a is b is c is d is e is f is g is h is i is None:
         return ()
     return tuple(
         None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
-        for x in (a, b, c, d, e, f)
+        for x in (a, b, c, d, e, f, g, h, i)
     )
 
 
 def _indices(call: DecodeCall) -> Facts:
-    """Lengths, offsets and table: in values where no device has to be waited for."""
+    """Lengths, offsets, table and starts: in values where no device has to be waited for."""
     cache = call.cache
     lengths = cache.cu_seqlens_k if isinstance(cache, PackedCache) else cache.seq_lens
     table = cache.block_table if isinstance(cache, PagedCache) else None
-    return _values(lengths), _values(table), _values(call.cu_seqlens_q)
+    return _values(lengths), _values(table), _values(call.cu_seqlens_q), _values(call.kv_start)
 
 
 def _values(indices: Tensor | None) -> Facts | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache
+from splitkv.common.quantised import kinds_of
 from splitkv.common.spec import QUANTISED_DTYPES, Layout, ScaleKind
 from splitkv.common.validate import layout_of
 from splitkv.common.visibility import as_lengths
@@ -143,14 +144,19 @@ def _scale_kind(name: str, scale: Scale | None, cache: Cache) -> ScaleKind | Non
         )
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return ScaleKind.TENSOR
-    if tuple(scale.shape) == (cache.num_kv_heads,):
-        return ScaleKind.HEAD
-    if tuple(scale.shape) == (cache.batch, cache.num_kv_heads):
-        return ScaleKind.REQUEST_HEAD
+    part = cache.k if name.startswith("k") else cache.v
+    kinds = kinds_of(tuple(scale.shape), part, cache)
+    if len(kinds) == 1:
+        return kinds[0]
+    if kinds:
+        raise ValueError(
+            f"{name} {list(scale.shape)} fits {' and '.join(kind.name for kind in kinds)}; say "
+            "which in a DecodeSpec and call decode"
+        )
+    heads, rows, width = cache.num_kv_heads, list(part.shape[:-1]), part.shape[-1]
     raise ValueError(
-        f"{name} must be a number, [K] = [{cache.num_kv_heads}] or [B, K] = [{cache.batch}, "
-        f"{cache.num_kv_heads}], "
-        f"got {list(scale.shape)}"
+        f"{name} must be a number, [K] = [{heads}] or [B, K] = [{cache.batch}, {heads}], or per "
+        f"token {rows} or per channel [{heads}, {width}], got {list(scale.shape)}"
     )
 
 

@@ -30,9 +30,9 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
     """The state of all queries, [B, S, H] or [sum of S, H]: the plan's splits, merged in order."""
     spec = call.spec
     wide = torch.float64 in (spec.dtype, spec.cache_dtype)
-    tiles = Tiles.of(call.cache, torch.float64 if wide else torch.float32)
+    tiles = Tiles.of(call, torch.float64 if wide else torch.float32)
     work = work_of(call, plan)
-    queries = _queries(call, work, tiles.dtype)
+    queries = _queries(call, work, tiles)
     if work.direct:
         top, total, out = _attend(call, work.strands[0], queries, tiles).parts
         lse = log_sum(top, total)
@@ -45,7 +45,7 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
                 whole[strands.state_rows] = part
         state = splits.state()[:-1] if work.single else _merged(splits.state(), plan, work)
         top, lse, out = state.max, state.lse, state.out
-    if call.v_scale is not None:
+    if call.v_scale is not None and tiles.value_codes is None:
         out = _scale_values(out, call, work)
     dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
     shape = call.rows
@@ -56,12 +56,15 @@ def attend(call: DecodeCall, plan: SplitPlan) -> PartialState:
     )
 
 
-def _queries(call: DecodeCall, work: Work, dtype: torch.dtype) -> Tensor:
-    """Queries times k_scale, [rows, K, G, D]: codes then score like values."""
-    spec = call.spec
+def _queries(call: DecodeCall, work: Work, tiles: Tiles) -> Tensor:
+    """Queries, times k_scale where tiles of K are codes, which then score like values; [rows, K, G,
+    D]."""
+    spec, dtype = call.spec, tiles.dtype
     shape = (-1, spec.num_kv_heads, spec.group, spec.head_dim)
     q = call.q.to(dtype).reshape(shape)
-    return q if call.k_scale is None else q * _row_scale(call.k_scale, work, dtype)
+    if call.k_scale is None or tiles.key_codes is not None:
+        return q
+    return q * _row_scale(call.k_scale, work, dtype)
 
 
 def _scale_values(out: Tensor, call: DecodeCall, work: Work) -> Tensor:
@@ -98,11 +101,13 @@ def _attend(call: DecodeCall, strands: Strands, queries: Tensor, tiles: Tiles) -
         for offset in range(cut.offset, cut.offset + cut.tokens, strands.tile):
             tokens = min(strands.tile, cut.offset + cut.tokens - offset)
             if not cut.whole:
-                key, value = tiles.read(tiles.locate(strands, offset, tokens))
+                places = tiles.locate(strands, offset, tokens)
+                key, value = tiles.read(places, strands.request)
                 pile.add(_attend_seen(call, strands, offset, q, key, value))
                 continue
             for first, pieces, length in _pieces(strands, offset, tokens):
-                key, value = tiles.read(tiles.locate(strands, first, length, pieces))
+                places = tiles.locate(strands, first, length, pieces)
+                key, value = tiles.read(places, strands.request)
                 pile.add(attend_whole(q, key, value, spec.scale))
     return pile.merged().map(lambda part: _heads_of_rows(part, strands.queries, spec.group))
 

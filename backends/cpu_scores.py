@@ -8,7 +8,7 @@ from torch import Tensor
 
 from splitkv.backends.cpu_work import Strands
 from splitkv.common.call import DecodeCall
-from splitkv.common.visibility import visible_mask
+from splitkv.common.visibility import visible_mask, window_start
 
 
 def adjust(scores: Tensor, call: DecodeCall, strands: Strands, offset: int) -> Tensor | None:
@@ -47,7 +47,7 @@ def _needs_mask(call: DecodeCall, strands: Strands, offset: int, tokens: int) ->
         masked = masked | (high - 1 > strands.position)
     if spec.sliding_window is not None:
         last = strands.position + strands.queries - 1
-        masked = masked | (low < last - spec.sliding_window + 1)
+        masked = masked | (low < window_start(last, spec))
     return bool(masked.any())
 
 

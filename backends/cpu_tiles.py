@@ -9,19 +9,18 @@ fetched ahead (a sketch in float32 on two Zen 4 cores: 11 GB/s in place, 15 with
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from splitkv.backends.cpu_work import Strands
+from splitkv.backends.cpu_work import ROW_PADDING, Strands
 from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache
-from splitkv.common.spec import Layout
+from splitkv.common.call import DecodeCall
+from splitkv.common.quantised import token_major
+from splitkv.common.spec import FINE_SCALES, Layout, ScaleKind
 from splitkv.common.visibility import IntArray
-
-ROW_PADDING = 16
-"""Elements between token rows of a tile, so that the same column of each falls into another set."""
 
 
 class Scratch(threading.local):
@@ -68,12 +67,39 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
+class Codes:
+    """Scale and zero point (None: 0), as views that broadcast to tiles [g, K, tokens, D]; per token
+    like key and value of ``Tiles`` with D = 1, to be read as they are.
+    """
+
+    kind: ScaleKind
+    scale: Tensor
+    zero: Tensor | None
+
+    @classmethod
+    def of(
+        cls, scale: Tensor | None, zero: Tensor | None, kind: ScaleKind | None, cache: Cache
+    ) -> "Codes | None":
+        """None where one factor on queries or results says it all."""
+        if scale is None or kind is None or (zero is None and kind not in FINE_SCALES):
+            return None
+
+        def view(numbers: Tensor) -> Tensor:
+            if kind is ScaleKind.TOKEN:
+                return token_major(numbers, cache)[..., None]
+            return numbers[:, None] if kind is ScaleKind.CHANNEL else numbers[..., None, None]
+
+        return cls(kind, view(scale), None if zero is None else view(zero))
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     """Reads tiles of one cache.
 
     key, value: [outer, inner, K, D] views of the cache, any strides; outer is a request, a page, or
     the one row of a packed cache. first: int64 [B + 1], where requests begin in a packed cache.
-    table: int [B, max_blocks].
+    table: int [B, max_blocks]. key_codes, value_codes: what turns codes into values tile by tile;
+    None where there are none, or where one factor on queries or results does.
     """
 
     key: Tensor
@@ -82,10 +108,21 @@ class Tiles:
     head_major: bool = False
     first: IntArray | None = None
     table: IntArray | None = None
+    key_codes: Codes | None = None
+    value_codes: Codes | None = None
 
     @classmethod
-    def of(cls, cache: Cache, dtype: torch.dtype) -> "Tiles":
+    def of(cls, call: DecodeCall, dtype: torch.dtype) -> "Tiles":
         """Tiles of ``dtype``, in memory head-major or token-major like the cache."""
+        spec, cache = call.spec, call.cache
+        return replace(
+            cls._of_cache(cache, dtype),
+            key_codes=Codes.of(call.k_scale, call.k_zero, spec.k_scale, cache),
+            value_codes=Codes.of(call.v_scale, call.v_zero, spec.v_scale, cache),
+        )
+
+    @classmethod
+    def _of_cache(cls, cache: Cache, dtype: torch.dtype) -> "Tiles":
         if isinstance(cache, PagedCache):
             key, value = cache.nhd()
             head_major = cache.layout is Layout.HND
@@ -147,12 +184,33 @@ class Tiles:
             return Places(count, tokens, pages=pages, phase=phase)
         return Places(count, tokens, outer=pages, inner=position % page)
 
-    def read(self, places: Places) -> tuple[Tensor, Tensor]:
+    def read(self, places: Places, request: IntArray) -> tuple[Tensor, Tensor]:
         """K and V in scratch, [g, K, tokens, D or Dv]; rows past a strand's end are arbitrary.
 
-        Valid until the next call.
+        request: int64 [strands]. Valid until the next call.
         """
-        return self._read("key", self.key, places), self._read("value", self.value, places)
+        key, value = self._read("key", self.key, places), self._read("value", self.value, places)
+        for role, tile, codes in (("key", key, self.key_codes), ("value", value, self.value_codes)):
+            if codes is not None:
+                self._dequantise(role, tile, codes, places, request)
+        return key, value
+
+    def _dequantise(
+        self, role: str, tile: Tensor, codes: Codes, places: Places, request: IntArray
+    ) -> None:
+        """(code - zero) * scale in place."""
+        for name, numbers, change in (
+            ("zero", codes.zero, tile.sub_),
+            ("scale", codes.scale, tile.mul_),
+        ):
+            if numbers is None:
+                continue
+            if codes.kind is ScaleKind.TOKEN:
+                change(self._read(f"{role} {name}", numbers, places))
+            elif codes.kind is ScaleKind.REQUEST_HEAD:
+                change(numbers[torch.from_numpy(request)].to(self.dtype))
+            else:
+                change(numbers.to(self.dtype))
 
     def _read(self, role: str, source: Tensor, places: Places) -> Tensor:
         if places.pages is not None:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
-from splitkv.common.spec import DecodeSpec
-from splitkv.common.visibility import IntArray, as_lengths, visible_bounds
+from splitkv.common.spec import DecodeSpec, ScaleKind
+from splitkv.common.visibility import IntArray, as_lengths, visible_bounds, window_start
 
+ROW_PADDING = 16
+"""Elements between token rows of a tile, so that the same column of each falls into another set."""
 OPERAND_BYTES = 4 << 20
 """Scratch for one tile of K or V: small enough for the caches of two or more cores."""
 SCORE_BYTES = 8 << 20
@@ -78,7 +80,7 @@ class Strands:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All strands of a plan for given lengths (int64 [B]) and query counts ([B]).
+    """All strands of a plan for given lengths (int64 [B]), query counts and ``kv_start`` ([B]).
 
     bounds: [N + 1], where each split's states begin when states lie split by split, state_rows in
     all. request, step: [rows], request and index within it of each query row. single: every request
@@ -87,6 +89,7 @@ class Work:
 
     lengths: IntArray
     counts: IntArray
+    starts: IntArray
     strands: list[Strands]
     bounds: IntArray
     state_rows: int
@@ -99,20 +102,26 @@ class Work:
 def work_of(call: DecodeCall, plan: SplitPlan) -> Work:
     """The work for ``call``; kept with the plan, so that the layers of a step share it."""
     lengths, counts = as_lengths("seq_lens", call.cache.seq_lens), _query_counts(call)
+    starts = np.zeros_like(lengths)
+    if call.kv_start is not None:
+        starts = as_lengths("kv_start", call.kv_start)
     columns = 0 if call.attn_mask is None else call.attn_mask.shape[-1]
     key = ("work of the cpu backend", call.spec, columns)
     known = plan.bound.get(key)
-    if isinstance(known, Work) and _same(known.lengths, lengths) and _same(known.counts, counts):
+    facts = (lengths, counts, starts)
+    if isinstance(known, Work) and all(
+        map(_same, (known.lengths, known.counts, known.starts), facts)
+    ):
         return known
     request = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     bounds = np.concatenate(([0], np.cumsum(counts[plan.request[: plan.num_splits]])))
-    groups = list(_strands(call.spec, plan, columns, lengths, counts, first, bounds))
+    groups = list(_strands(call.spec, plan, columns, *facts, first, bounds))
     step = np.arange(len(request)) - first[request]
     single = bool((np.diff(plan.indptr) == 1).all())
     direct = single and len(groups) == 1 and groups[0].state_rows == slice(0, len(request))
     rows = int(bounds[-1])
-    work = Work(lengths, counts, groups, bounds, rows, request, step, single, direct)
+    work = Work(*facts, groups, bounds, rows, request, step, single, direct)
     plan.bound[key] = work
     return work
 
@@ -133,14 +142,21 @@ def scratch_bytes(spec: DecodeSpec) -> int:
     """Bytes that a thread keeps for calls with ``spec``, rounded up.
 
     Up to twice ``OPERAND_BYTES`` each for tiles of K and V and for gathered rows, and
-    ``SCORE_BYTES``; more where ``PAD_TOKENS`` tokens of all heads are larger than that.
+    ``SCORE_BYTES``; more where ``PAD_TOKENS`` tokens of all heads are larger than that, and where
+    scales and zero points of a tile's tokens are read beside it.
     """
     steps = min(spec.num_queries, max(QUERY_ROWS // spec.num_q_heads, 1))
     width = 8 if torch.float64 in (spec.dtype, spec.cache_dtype) else 4
     tokens = tile_tokens(spec, 1)
     row = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v) * width
     scores = tile_tokens(spec, steps) * steps * spec.num_q_heads * width
-    return 3 * tokens * row + max(scores, SCORE_BYTES)
+    by_token = sum(
+        1 + zero
+        for kind, zero in ((spec.k_scale, spec.k_zero), (spec.v_scale, spec.v_zero))
+        if kind is ScaleKind.TOKEN
+    )
+    numbers = by_token * tokens * (spec.num_kv_heads + ROW_PADDING) * width
+    return 3 * tokens * row + numbers + max(scores, SCORE_BYTES)
 
 
 def _query_counts(call: DecodeCall) -> IntArray:
@@ -153,8 +169,12 @@ def _same(left: IntArray, right: IntArray) -> bool:
     return bool(np.array_equal(left, right))
 
 
-def _split_ranges(plan: SplitPlan, lengths: IntArray) -> tuple[IntArray, IntArray]:
-    """``(start, end)`` of every split for lengths that may be shorter than planned; int64 [N]."""
+def _split_ranges(
+    plan: SplitPlan, lengths: IntArray, starts: IntArray
+) -> tuple[IntArray, IntArray]:
+    """``(start, end)`` of every split for lengths that may be shorter than planned, and histories
+    that begin at ``starts``; int64 [N].
+    """
     count = plan.num_splits
     request = plan.request[:count]
     anchor_end, window_start = visible_bounds(lengths, plan.spec.num_queries, plan.spec)
@@ -164,6 +184,7 @@ def _split_ranges(plan: SplitPlan, lengths: IntArray) -> tuple[IntArray, IntArra
     end = np.minimum(plan.end[:count], lengths[request])
     anchor = ~opens & (np.arange(count) == plan.indptr[request])
     end = np.where(anchor, np.minimum(end, anchor_end[request]), end)
+    start = np.maximum(start, starts[request])
     return start, np.maximum(end, start)
 
 
@@ -173,11 +194,12 @@ def _strands(
     columns: int,
     lengths: IntArray,
     counts: IntArray,
+    starts: IntArray,
     first: IntArray,
     bounds: IntArray,
 ) -> Iterator[Strands]:
     """All strands with something to read, alone or in groups whose tiles fit the scratch."""
-    start, end = _split_ranges(plan, lengths)
+    start, end = _split_ranges(plan, lengths, starts)
     request = plan.request[: plan.num_splits].astype(np.int64)
     chunk = max(QUERY_ROWS // spec.num_q_heads, 1)
     split, query = _query_chunks(counts[request], end > start, chunk)
@@ -231,7 +253,7 @@ def _whole(
     if columns:
         high = np.minimum(high, length - columns)
     if spec.sliding_window is not None:
-        nearest = np.maximum(low, position + queries - spec.sliding_window)
+        nearest = np.maximum(low, window_start(position + queries - 1, spec))
         low = np.where(end <= spec.anchor_tokens, start, nearest)
     plain = not (spec.alibi or spec.attn_bias or spec.logits_soft_cap is not None)
     plain = plain and spec.head_dim == spec.head_dim_v

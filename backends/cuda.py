@@ -11,17 +11,27 @@ from torch import Tensor
 
 from splitkv.backends.base import Backend, device_missing
 from splitkv.common.call import DecodeCall
-from splitkv.common.plan import SplitPlan
+from splitkv.common.plan import SplitPlan, plan_splits
 from splitkv.common.profile import A100, H200, DeviceProfile
-from splitkv.common.spec import Feature
+from splitkv.common.spec import QUANTISED_DTYPES, DecodeSpec, Feature
 from splitkv.common.state import PartialState, as_list, merge_states_torch, stack_states
-from splitkv.common.support import No, Range, Support, Why
+from splitkv.common.support import No, Range, Support, Why, dtype_name
+from splitkv.common.visibility import IntArray
 
 if TYPE_CHECKING:
     from splitkv.kernels_cuda.states import Destination
 
 _SMALLEST_CAPABILITY = (8, 0)
 """bfloat16 in tensor cores, asynchronous copies: what the kernels are compiled for."""
+
+E4M3_CAPABILITY = (8, 9)
+"""The first with an instruction that converts e4m3; triton compiles the type for no earlier one."""
+_WIDEST_QUANTISED = 256
+
+_PROGRAMS = 2
+"""Of the split kernel, that share a multiprocessor."""
+_WIDEST_WITH_COMPANY = 256
+"""Head dims up to which they do."""
 
 _NO_TRITON = "triton is not installed; pip install 'splitkv[cuda]'"
 
@@ -33,10 +43,10 @@ class CudaBackend(Backend):
     device_type = "cuda"
     support = Support(
         dtypes=(torch.float16, torch.bfloat16, torch.float32),
-        kv_dtypes=(torch.float16, torch.bfloat16, torch.float32),
-        head_dim=Range(1, 256),
-        head_dim_v=Range(1, 256),
-        group=Range(1, 64),
+        kv_dtypes=(torch.float16, torch.bfloat16, torch.float32, *QUANTISED_DTYPES),
+        head_dim=Range(1, 576),
+        head_dim_v=Range(1, 512),
+        group=Range(1, 128),
         page_size=Range(),
         num_queries=Range(),
         features=dict.fromkeys(Feature, None)
@@ -45,11 +55,6 @@ class CudaBackend(Backend):
                 Why.NOT_YET,
                 "the kernels multiply queries and keys of one dtype",
                 "convert q to the cache's dtype",
-            ),
-            Feature.KV_SCALES: No(
-                Why.NOT_YET,
-                "the kernels read no quantised cache",
-                "use backend 'cpu', or a cache of float16 or bfloat16",
             ),
         },
     )
@@ -69,8 +74,57 @@ class CudaBackend(Backend):
             return "TRITON_INTERPRET is on: kernels would not run on the GPU; unset it, start again"
         return None
 
+    def refusals(self, spec: DecodeSpec) -> list[str]:
+        """What the declaration refuses, and limits on quantised caches: e4m3 by the device that is
+        there, if one is.
+        """
+        found = super().refusals(spec)
+        wide = max(spec.head_dim, spec.head_dim_v)
+        if spec.cache_dtype in QUANTISED_DTYPES and wide > _WIDEST_QUANTISED:
+            found.append(
+                f"kv_dtype {dtype_name(spec.cache_dtype)} with head dim {wide}: the kernel for "
+                f"head dims above {_WIDEST_QUANTISED} reads no quantised cache yet; use a cache of "
+                "float16 or bfloat16"
+            )
+        if spec.cache_dtype == torch.float8_e4m3fn and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability()
+            if capability < E4M3_CAPABILITY:
+                found.append(
+                    f"kv_dtype float8_e4m3fn needs compute capability {_dotted(E4M3_CAPABILITY)}, "
+                    f"{torch.cuda.get_device_name()} has {_dotted(capability)}; use float8_e5m2 or "
+                    "int8"
+                )
+        return found
+
     def profile(self) -> DeviceProfile:
         return _profile(torch.cuda.current_device())
+
+    def plan(
+        self,
+        spec: DecodeSpec,
+        seq_lens: Sequence[int] | IntArray,
+        *,
+        num_splits: int | None = None,
+        split_size: int | None = None,
+        capacity: int | None = None,
+    ) -> SplitPlan:
+        return plan_splits(
+            spec,
+            seq_lens,
+            profile=self._profile_for(spec),
+            num_splits=num_splits,
+            split_size=split_size,
+            capacity=capacity,
+        )
+
+    def _profile_for(self, spec: DecodeSpec) -> DeviceProfile:
+        """Wide heads take a multiprocessor to themselves, and a program for every 64 rows."""
+        profile = self.profile()
+        if max(spec.head_dim, spec.head_dim_v) <= _WIDEST_WITH_COMPANY:
+            return profile
+        row_tiles = -(-spec.num_queries * spec.group // 64)
+        workers = max(profile.workers // (_PROGRAMS * row_tiles), 1)
+        return replace(profile, workers=workers, neighbours=1, alone=1.0, together=1.0)
 
     def plan_for(
         self, call: DecodeCall, *, num_splits: int | None = None, split_size: int | None = None
@@ -82,7 +136,9 @@ class CudaBackend(Backend):
             return plan
         from splitkv.kernels_cuda.cut import plan_on_device
 
-        return plan_on_device(call, self.profile(), num_splits=num_splits, split_size=split_size)
+        return plan_on_device(
+            call, self._profile_for(call.spec), num_splits=num_splits, split_size=split_size
+        )
 
     def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
         from splitkv.kernels_cuda.states import Destination
@@ -122,9 +178,10 @@ class CudaBackend(Backend):
         from splitkv.kernels_cuda.attention import attend
         from splitkv.kernels_cuda.plan import bind
 
+        memo = None if plan is None else plan.bound
         if plan is None:
             plan = self.plan_for(call)
-        attend(call, bind(plan, call.q.device), destination, sinks)
+        attend(call, bind(plan, call.q.device), destination, sinks, memo)
 
     def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
         """Merge in one launch; float64 states, the oracle's, in torch expressions."""
@@ -182,13 +239,14 @@ def _profile(device: int) -> DeviceProfile:
     """Multiprocessors are read from the device; the other numbers are the nearest known one's."""
     properties = torch.cuda.get_device_properties(device)
     known = H200 if torch.cuda.get_device_capability(device) >= (9, 0) else A100
-    workers = properties.multi_processor_count
+    workers = properties.multi_processor_count * _PROGRAMS
     exact = any(name in properties.name for name in ("H200", "A100"))
     return replace(
         known,
         name=properties.name,
         workers=workers,
         read_bandwidth=known.read_bandwidth * (1 if exact else workers / known.workers),
-        source=f"{workers} SMs read from the device; other numbers of {known.name}"
+        source=f"{properties.multi_processor_count} SMs read from the device; "
+        f"other numbers of {known.name}"
         + ("" if exact else ", bandwidth in proportion to SMs (assumed)"),
     )

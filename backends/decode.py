@@ -27,12 +27,15 @@ def decode(
     num_splits: int | None = None,
     split_size: int | None = None,
     cu_seqlens_q: Tensor | None = None,
+    kv_start: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
     backend: str | None = None,
     validate: str | None = None,
     out: Tensor | None = None,
@@ -40,10 +43,12 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over a long cached history.
 
-    q: [B, H, D] (S = 1), [B, S, H, D], or [T, H, D] with ``cu_seqlens_q`` int [B + 1].
+    q: [B, H, D] (S = 1), [B, S, H, D], or [T, H, D] with ``cu_seqlens_q`` int [B + 1]. kv_start:
+    int [B], the first visible position of each request (0 to seq_len, which counts from 0 still).
     alibi_slopes: [H] or [B, H]. attn_bias: [B or 1, H or 1, S, n] and attn_mask: bool [B, S, n],
     for the last n positions of each request. sinks: [H], one unscaled logit per query head.
-    k_scale, v_scale: [1], [K] or [B, K]. out: like q with Dv; lse: float32 [B, (S,) H]; both are
+    k_scale, v_scale, k_zero, v_zero: as ``splitkv.common.quantised`` says for the spec's kinds.
+    out: like q with Dv; lse: float32 [B, (S,) H]; both are
         written in place where given. plan: from ``Backend.plan``, shared by all layers of a step
         (neither split argument goes with it).
     validate: "full" (default on CPU), "shapes" (default elsewhere) or "none". With a plan that has
@@ -61,11 +66,14 @@ def decode(
     """
     extras = {
         "cu_seqlens_q": cu_seqlens_q,
+        "kv_start": kv_start,
         "alibi_slopes": alibi_slopes,
         "attn_bias": attn_bias,
         "attn_mask": attn_mask,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "k_zero": k_zero,
+        "v_zero": v_zero,
     }
     check_types(spec, cache, {"q": q, **extras, "sinks": sinks, "out": out, "lse": lse})
     call, level = _call(q, cache, spec, extras, validate)
@@ -97,11 +105,14 @@ def partial(
     num_splits: int | None = None,
     split_size: int | None = None,
     cu_seqlens_q: Tensor | None = None,
+    kv_start: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attn_bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
     backend: str | None = None,
     validate: str | None = None,
 ) -> PartialState:
@@ -118,11 +129,14 @@ def partial(
         )
     extras = {
         "cu_seqlens_q": cu_seqlens_q,
+        "kv_start": kv_start,
         "alibi_slopes": alibi_slopes,
         "attn_bias": attn_bias,
         "attn_mask": attn_mask,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "k_zero": k_zero,
+        "v_zero": v_zero,
     }
     check_types(spec, cache, {"q": q, **extras})
     call, level = _call(q, cache, spec, extras, validate)

@@ -26,7 +26,7 @@ RECENT_SPECS = 256
 RECENT_PLANS = 16
 """A step needs one plan per kind of layer; the rest is room for several models in turn."""
 
-_HOST = ("seq_lens", "cu_seqlens_k", "cu_seqlens_q")
+_HOST = ("seq_lens", "cu_seqlens_k", "cu_seqlens_q", "kv_start")
 """May live on the host whatever the device of q."""
 
 
@@ -44,7 +44,9 @@ class Options(TypedDict, total=False):
     sm_scale: float | None
     causal: bool
     sliding_window: int | None
+    window_block: int
     anchor_tokens: int
+    kv_start: Tensor | None
     logits_soft_cap: float | None
     alibi_slopes: Tensor | None
     attn_bias: Tensor | None
@@ -52,6 +54,8 @@ class Options(TypedDict, total=False):
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    k_zero: Tensor | None
+    v_zero: Tensor | None
     num_splits: int | None
     split_size: int | None
     backend: str | None
@@ -95,10 +99,14 @@ def spec_of(q: Tensor, cache: Cache, options: Options) -> DecodeSpec:
         queries,
         k_scale=options.get("k_scale"),
         v_scale=options.get("v_scale"),
+        k_zero=options.get("k_zero") is not None,
+        v_zero=options.get("v_zero") is not None,
         causal=options.get("causal", True),
         sm_scale=None if scale is None else float(scale),
         sliding_window=None if window is None else int(window),
+        window_block=int(options.get("window_block", 1)),
         anchor_tokens=int(options.get("anchor_tokens", 0)),
+        kv_start=options.get("kv_start") is not None,
         logits_soft_cap=None if cap is None else float(cap),
         alibi=options.get("alibi_slopes") is not None,
         attn_bias=options.get("attn_bias") is not None,
@@ -113,15 +121,21 @@ _spec = functools.lru_cache(RECENT_SPECS)(DecodeSpec)
 
 def extras_of(options: Options) -> dict[str, Tensor | None]:
     """The tensors of a call besides q and the cache."""
-    k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
     return {
         "cu_seqlens_q": options.get("cu_seqlens_q"),
+        "kv_start": options.get("kv_start"),
         "alibi_slopes": options.get("alibi_slopes"),
         "attn_bias": options.get("attn_bias"),
         "attn_mask": options.get("attn_mask"),
-        "k_scale": None if k_scale is None else scale_tensor(k_scale, k_scale.device),
-        "v_scale": None if v_scale is None else scale_tensor(v_scale, v_scale.device),
+        "k_scale": _scale(options.get("k_scale")),
+        "v_scale": _scale(options.get("v_scale")),
+        "k_zero": _scale(options.get("k_zero")),
+        "v_zero": _scale(options.get("v_zero")),
     }
+
+
+def _scale(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale_tensor(scale, scale.device)
 
 
 def arguments_of(

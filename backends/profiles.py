@@ -31,14 +31,21 @@ class _Limit:
 _INTEGERS = {
     "workers": _Limit(1, 1_000_000, "workers"),
     "tile_tokens": _Limit(1, 1_000_000, "tokens"),
+    "neighbours": _Limit(1, 1_000, "workers"),
 }
 _FLOATS = {  # wide enough for any machine, narrow enough to see GB/s or microseconds
     "read_bandwidth": _Limit(1e7, 1e15, "bytes per second"),
     "launch_seconds": _Limit(0, 1, "seconds"),
     "merge_seconds": _Limit(0, 1e-2, "seconds per state row"),
 }
+_OPTIONAL = {  # a file without them has the profile's defaults
+    "split_seconds": _Limit(0, 1e-2, "seconds per split"),
+    "alone": _Limit(1e-3, 1, "of the share when alone"),
+    "together": _Limit(1e-3, 1, "of the core's share"),
+}
 _WORDS = ("name", "source")
-_FIELDS = (*_WORDS, *_INTEGERS, *_FLOATS)
+_NEEDED = (*_WORDS, "workers", "tile_tokens", *_FLOATS)
+_FIELDS = (*_NEEDED, "neighbours", *_OPTIONAL)
 
 
 def read_profile(path: Path | str) -> DeviceProfile:
@@ -66,22 +73,29 @@ def read_profile(path: Path | str) -> DeviceProfile:
 
 
 def profile_from(fields: Mapping[object, object]) -> DeviceProfile:
-    """The profile of these fields, all of which must be there.
+    """The profile of these fields; the first ones must be there.
 
     Raises:
         ValueError: naming the field, its value and the limit.
     """
     if unknown := [str(name) for name in fields if name not in _FIELDS]:
         raise ValueError(f"unknown {', '.join(unknown)}; fields are {', '.join(_FIELDS)}")
-    if missing := [name for name in _FIELDS if name not in fields]:
+    if missing := [name for name in _NEEDED if name not in fields]:
         raise ValueError(f"{', '.join(missing)} missing; fields are {', '.join(_FIELDS)}")
+    optional = {
+        name: _number(name, fields[name], limit)
+        for name, limit in _OPTIONAL.items()
+        if name in fields
+    }
     words = {name: _word(name, fields[name]) for name in _WORDS}
     return DeviceProfile(
         name=words["name"],
         source=words["source"],
         workers=_integer("workers", fields["workers"]),
         tile_tokens=_integer("tile_tokens", fields["tile_tokens"]),
+        neighbours=_integer("neighbours", fields.get("neighbours", 1)),
         **{name: _number(name, fields[name], limit) for name, limit in _FLOATS.items()},
+        **optional,
     )
 
 

@@ -42,9 +42,11 @@ _OPTIONS = (
     "*, str? layout=None, Tensor? seq_lens=None, Tensor? block_table=None, "
     "Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_q=None, SymInt? num_queries=None, "
     "float? sm_scale=None, bool causal=True, SymInt? sliding_window=None, "
-    "SymInt anchor_tokens=0, float? logits_soft_cap=None, Tensor? alibi_slopes=None, "
-    "Tensor? attn_bias=None, Tensor? attn_mask=None, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, SymInt? num_splits=None, SymInt? split_size=None, "
+    "SymInt window_block=1, SymInt anchor_tokens=0, Tensor? kv_start=None, "
+    "float? logits_soft_cap=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None, "
+    "Tensor? attn_mask=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_zero=None, Tensor? v_zero=None, "
+    "SymInt? num_splits=None, SymInt? split_size=None, "
     "str? backend=None, str? validate=None"
 )
 SCHEMAS = (

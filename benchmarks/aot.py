@@ -3,8 +3,8 @@
 Every kernel variant that the case table reaches, and some heavier ones, is compiled for sm_80 and
 sm_90 with the installed triton, down to machine code. The table says what a variant takes of a
 multiprocessor: registers a thread, spilled bytes a thread, shared memory. It says nothing of
-results or speed. Exit status 1: a variant spills, or takes more shared memory than the target has;
-2: usage.
+results or speed. Exit status 1: a variant spills, or takes more registers or shared memory than a
+multiprocessor of the target has; 2: usage.
 
 The generated pairs are left out unless ``--pairs``: several masks and tensors meet in them, and 21
 of 466 compiled variants spill 8 to 760 bytes a thread, until ``tiles`` gives such a kernel 8 warps.
@@ -28,21 +28,25 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from splitkv.backends.cuda import CudaBackend
+from splitkv.backends.cuda import E4M3_CAPABILITY, CudaBackend
 from splitkv.cli.output import print_table, track
+from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan, plan_splits
 from splitkv.common.profile import H200
 from splitkv.common.state import PartialState, stack_states
 from splitkv.common.support import dtype_name
+from splitkv.kernels_cuda import latent_hopper
 from splitkv.kernels_cuda.attention import attention_launches
 from splitkv.kernels_cuda.cut import cut_launches
+from splitkv.kernels_cuda.latent import latent, launch_for_hopper, shares_memory
 from splitkv.kernels_cuda.launch import Launch
 from splitkv.kernels_cuda.merge import merge_stacked
-from splitkv.kernels_cuda.plan import bind
+from splitkv.kernels_cuda.plan import DevicePlan, bind
 from splitkv.kernels_cuda.primitives import INTERPRETED
-from splitkv.kernels_cuda.states import Destination
+from splitkv.kernels_cuda.states import Destination, Workspace
 from splitkv.matrix.case import Case, Memory, make
 from splitkv.matrix.cases import cases_named
 from splitkv.matrix.cases_pairwise import PAIRWISE
@@ -50,6 +54,9 @@ from splitkv.matrix.inputs import build
 
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
 """Most bytes of shared memory of one block: CUDA C++ programming guide, compute capabilities."""
+_REGISTERS = 64 << 10
+"""Of one multiprocessor, of both targets; the same place."""
+_HOPPER = 90
 _EVERYTHING: dict[str, Any] = {
     "sliding_window": 100,
     "anchor_tokens": 4,
@@ -110,7 +117,8 @@ class Usage:
 
     @property
     def too_much(self) -> bool:
-        return self.spilled > 0 or self.shared > SHARED_LIMIT[self.target]
+        crowded = self.registers * 32 * self.warps > _REGISTERS
+        return crowded or self.spilled > 0 or self.shared > SHARED_LIMIT[self.target]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -148,7 +156,7 @@ def distinct_variants(cases: tuple[Case, ...]) -> Iterator[Variant]:
         if CudaBackend().refusals(case.spec):
             continue
         for launch in launches_of(case):
-            key = repr(specialised(launch, GPUTarget("cuda", 90, 32)))
+            key = repr(specialised(launch, _HOPPER))
             if (launch.kernel, key) not in known:
                 known.add((launch.kernel, key))
                 yield Variant(case.id, launch)
@@ -166,37 +174,78 @@ def launches_of(case: Case) -> list[Launch]:
     if not case.returns_state:
         out = torch.empty(*rows, spec.head_dim_v, dtype=spec.dtype)
         destination = Destination(out, torch.empty(rows))
-        return [*cuts, *attention_launches(call, bind(plan, out.device), destination, inputs.sinks)]
+        return [*cuts, *_launches(call, bind(plan, out.device), destination, inputs.sinks)]
     state = PartialState.empty(rows, spec.head_dim_v)
     destination = Destination(state.out, state.lse, state.max)
-    launches = attention_launches(call, bind(plan, state.out.device), destination)
+    launches = _launches(call, bind(plan, state.out.device), destination)
     with patch.object(Launch, "run", lambda launch, device: launches.append(launch)):
         merge_stacked(stack_states([state, state]))
     return [*cuts, *launches]
 
 
-def specialised(launch: Launch, target: GPUTarget) -> tuple[Any, ...]:
-    """``(options, signature, constants, attributes)``, as triton derives them from arguments."""
-    backend, kernel = make_backend(target), launch.kernel
+def _launches(
+    call: DecodeCall, plan: DevicePlan, destination: Destination, sinks: torch.Tensor | None = None
+) -> list[Launch]:
+    """What any device launches, and what Hopper launches instead."""
+    found = attention_launches(call, plan, destination, sinks)
+    shared = latent(call.spec) and shares_memory(call.spec, call.cache)
+    if latent_hopper.takes(call, shared=shared):
+        workspace = Workspace.empty(call.spec, plan.num_slots, call.q.device)
+        found.append(launch_for_hopper(call, plan, workspace, destination, sinks))
+    return found
+
+
+def _on(launch: Launch, target: int) -> Launch:
+    """``launch`` as a device of compute capability ``target`` is given it: Hopper's start early."""
+    if "EARLY" not in launch.arguments or target < _HOPPER:
+        return launch
+    options = dict(launch.options)
+    if "launch_pdl" in options:
+        options["launch_pdl"] = True
+    return replace(launch, arguments={**launch.arguments, "EARLY": True}, options=options)
+
+
+def specialised(launch: Launch, target: int) -> tuple[Any, ...]:
+    """``(options, signature, constants, attributes)`` for compute capability ``target``, as triton
+    derives them from arguments.
+    """
+    backend, kernel = make_backend(GPUTarget("cuda", target, 32)), launch.kernel
     bind_arguments = create_function_from_signature(kernel.signature, kernel.params, backend)
+    launch = _on(launch, target)
     options = {**launch.options, "debug": False}
     bound, specialisation, _ = bind_arguments(**launch.arguments, **options)
     return tuple(kernel._pack_args(backend, options, bound, specialisation, options))
 
 
 def compile_all(variants: list[Variant], targets: list[int], workers: int) -> list[Usage]:
-    """Every variant for every target, in order; triton and the assembler free the GIL."""
-    jobs = [(variant, target) for variant in variants for target in targets]
+    """Every variant for every target that has its types and instructions, in order; triton and the
+    assembler free the GIL.
+    """
+    jobs = [
+        (variant, target)
+        for variant in variants
+        for target in targets
+        if _compiles(variant.launch, target)
+    ]
     with ThreadPoolExecutor(workers) as pool:
         done = pool.map(compile_variant, *zip(*jobs, strict=True))
         return list(track(done, "compiling", total=len(jobs)))
 
 
+def _compiles(launch: Launch, target: int) -> bool:
+    if launch.kernel is latent_hopper.latent_hopper_kernel:
+        return target == _HOPPER
+    cache = launch.arguments.get("k")
+    reads_e4m3 = isinstance(cache, torch.Tensor) and cache.dtype == torch.float8_e4m3fn
+    return not reads_e4m3 or divmod(target, 10) >= E4M3_CAPABILITY
+
+
 def compile_variant(variant: Variant, target: int) -> Usage:
     """Compile for compute capability ``target`` and read what the machine code takes."""
-    gpu = GPUTarget("cuda", target, 32)
-    options, signature, constants, attributes = specialised(variant.launch, gpu)
-    source = ASTSource(variant.launch.kernel, signature, constants, attributes)
+    gpu, kernel = GPUTarget("cuda", target, 32), variant.launch.kernel
+    options, signature, constants, attributes = specialised(variant.launch, target)
+    source_of = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_of(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=gpu, options=options.__dict__)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -238,7 +287,12 @@ def report(usages: list[Usage]) -> None:
     ]
     print_table(columns, rows, title=f"compiled with triton {triton.__version__}, not run")
     spilling = [usage for usage in usages if usage.too_much]
-    print(f"{len(usages)} compiled, {len(spilling)} of them spill or exceed the shared memory")
+    print(f"{len(usages)} compiled, {len(spilling)} of them spill or exceed a multiprocessor")
+
+
+_DIMS = ("D", "DV", "HEAD", "REST")
+_TOLD = ("CAUSAL", "WINDOW", "WINDOW_BLOCK", "SOFT_CAP", "CODES", "K_SCALE", "V_SCALE", "SHARED")
+_BROUGHT = ("alibi_slopes", "attn_bias", "attn_mask", "k_zero", "v_zero", "sinks")
 
 
 def _shape(launch: Launch) -> str:
@@ -248,21 +302,15 @@ def _shape(launch: Launch) -> str:
         return f"Dv {arguments['DV']}" if "DV" in arguments else str(arguments.get("MODE", ""))
     q = arguments["q"]
     assert isinstance(q, torch.Tensor)
-    given = [
-        name
-        for name in (
-            "CAUSAL",
-            "WINDOW",
-            "SOFT_CAP",
-            "alibi_slopes",
-            "attn_bias",
-            "attn_mask",
-            "sinks",
-        )
-        if arguments[name] is not None and arguments[name] is not False
-    ]
-    tile = f"{arguments['BLOCK_M']}x{arguments['BLOCK_N']}"
-    words = (f"{dtype_name(q.dtype)} D {arguments['D']}/{arguments['DV']} tile {tile}", *given)
+    dims = " ".join(f"{name} {arguments[name]}" for name in _DIMS if name in arguments)
+    words = [f"{dtype_name(q.dtype)} {dims} tile {arguments['BLOCK_M']}x{arguments['BLOCK_N']}"]
+    for name in _TOLD:
+        value = arguments.get(name)
+        if value is True:
+            words.append(name)
+        elif value and (name != "WINDOW_BLOCK" or value != 1):
+            words.append(f"{name} {value}")
+    words += [name for name in _BROUGHT if arguments.get(name) is not None]
     return " ".join(words).lower()
 
 

@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"out of time before {name}")
             break
         found = PARTS[name](where)
-        print(f"{name}: {json.dumps(_headlines(found))}", flush=True)
-        _save(name, found, where, args.out)
+        print(f"{name}: {json.dumps(headlines(found))}", flush=True)
+        save(name, found, where, args.out)
     return 0
 
 
@@ -117,7 +117,7 @@ def step_sweep(where: Where) -> dict[str, object]:
     smooth = np.polynomial.Polynomial.fit(list(lengths), seconds, 3)(np.array(lengths))
     return {
         "sizes": list(lengths),
-        "us": [_micro(value) for value in seconds],
+        "us": [micro(value) for value in seconds],
         "worst_over_smooth": round(worst_ratio(seconds, smooth.tolist()), 4),
         "worst_over_neighbour": round(worst_ratio(seconds[1:], seconds[:-1]), 4),
     }
@@ -135,19 +135,19 @@ def split_sweep(where: Where) -> dict[str, object]:
             if number <= most:
                 plans[str(number)] = backend.plan(step.spec, point.shape.lengths, num_splits=number)
         ways = {name: ours(step, backend, plan) for name, plan in plans.items()}
-        timings = _turns(where, ways, point.shape.kv_bytes)
+        timings = turns_of(where, ways, point.shape.kv_bytes)
         best = min(timings, key=lambda name: timings[name].median)
         mine = timings["automatic"].median
         rows.append(
             {
                 "point": point.id,
                 "kv_bytes": point.shape.kv_bytes,
-                "automatic_us": _micro(mine),
+                "automatic_us": micro(mine),
                 "automatic_splits": automatic.max_splits,
                 "best": best,
                 "over_best": round(mine / timings[best].median, 4),
                 "predicted_over_measured": round(automatic.predicted_seconds / mine, 4),
-                "us": {name: _micro(timing.median) for name, timing in timings.items()},
+                "us": {name: micro(timing.median) for name, timing in timings.items()},
             }
         )
         del step, ways
@@ -175,8 +175,8 @@ def merge_figures(where: Where) -> dict[str, object]:
         ways["bfloat16"] = Candidate([partial(merge, states) for states in sets])
         if find_spec("flashinfer") is not None:
             ways["bfloat16_flashinfer"] = _flashinfer_merge(sets)
-    timings = _turns(where, ways, sets[0].out.nbytes)
-    return {f"{name}_us": _micro(timing.median) for name, timing in timings.items()}
+    timings = turns_of(where, ways, sets[0].out.nbytes)
+    return {f"{name}_us": micro(timing.median) for name, timing in timings.items()}
 
 
 def plan_figures(where: Where) -> dict[str, object]:
@@ -199,8 +199,8 @@ def _planning(where: Where, backend: Backend, batch: int) -> dict[str, float]:
     }
     if backend.name == "cuda":
         call = DecodeCall(step.q[:, None], step.caches[0], step.spec)
-        timings = _turns(where, {"device": Candidate([lambda: backend.plan_for(call)])}, 1)
-        found[f"device_us_{batch}"] = _micro(timings["device"].median)
+        timings = turns_of(where, {"device": Candidate([lambda: backend.plan_for(call)])}, 1)
+        found[f"device_us_{batch}"] = micro(timings["device"].median)
     return found
 
 
@@ -236,8 +236,8 @@ def _affine(sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, objec
     line = [intercept + slope * size for size in sizes]
     return {
         "sizes": list(sizes),
-        "us": [_micro(value) for value in seconds],
-        "intercept_us": _micro(intercept),
+        "us": [micro(value) for value in seconds],
+        "intercept_us": micro(intercept),
         "slope_us": slope * 1e6,
         "worst_residual": round(max(abs(a / b - 1) for a, b in zip(seconds, line, strict=True)), 4),
     }
@@ -254,10 +254,10 @@ def _step(where: Where, shape: Shape) -> tuple[Step, Backend]:
 def _automatic(where: Where, shape: Shape) -> Timing:
     step, backend = _step(where, shape)
     candidate = ours(step, backend, backend.plan(step.spec, shape.lengths))
-    return _turns(where, {"splitkv": candidate}, shape.kv_bytes)["splitkv"]
+    return turns_of(where, {"splitkv": candidate}, shape.kv_bytes)["splitkv"]
 
 
-def _turns(where: Where, ways: dict[str, Candidate], kv_bytes: int) -> dict[str, Timing]:
+def turns_of(where: Where, ways: dict[str, Candidate], kv_bytes: int) -> dict[str, Timing]:
     timer, count = kernel_timer(where.device), where.count(kv_bytes)
     return take_turns({name: timer.ready(way, count) for name, way in ways.items()}, where.turns)
 
@@ -269,7 +269,7 @@ def _host(call: Call, where: Where) -> float:
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-    return _micro(median(seconds))
+    return micro(median(seconds))
 
 
 def _backend(device: torch.device) -> Backend:
@@ -310,20 +310,22 @@ def _flashinfer_merge(states: Sequence[States16]) -> Candidate:
     return Candidate([partial(call, out, lse) for out, lse in pairs])
 
 
-def _micro(seconds: float) -> float:
+def micro(seconds: float) -> float:
     return float(f"{seconds * 1e6:.5g}")
 
 
 # Results
 
 
-def _headlines(found: dict[str, object]) -> dict[str, object]:
+def headlines(found: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in found.items() if not isinstance(value, list | dict)}
 
 
-def _save(name: str, found: dict[str, object], where: Where, folder: Path) -> None:
+def save(
+    name: str, found: dict[str, object], where: Where, folder: Path, kind: str = "sweeps"
+) -> None:
     machine = this_machine(where.device)
-    file = file_name(machine.device).replace("grid@", "sweeps@")
+    file = file_name(machine.device).replace("grid@", f"{kind}@")
     known: dict[str, object] = {}
     for path in dict.fromkeys((FOLDER / file, folder / file)):
         if path.is_file():

@@ -37,7 +37,9 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     add("--non-causal", action="store_true", help="no causal mask among the S queries")
     add("--sm-scale", type=float, help="of the scores (default D ** -0.5)")
     add("--window", type=int, metavar="W", help="sliding window, own position included")
+    add("--window-block", type=int, default=1, metavar="B", help="it begins at a block of B")
     add("--anchors", type=int, default=0, metavar="A", help="first positions, always visible")
+    add("--kv-start", action="store_true", help="each request with a first visible position")
     add("--soft-cap", type=float, help="logit soft cap")
     add("--alibi", action="store_true", help="with ALiBi slopes")
     add("--bias", action="store_true", help="with an additive bias")
@@ -45,6 +47,7 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sinks", action="store_true", help="with learned sinks")
     for name in ("k", "v"):
         add(f"--{name}-scale", choices=list(SCALE_KINDS), help=f"scales of a quantised {name}")
+        add(f"--{name}-zero", action="store_true", help=f"zero points beside the scales of {name}")
 
 
 def spec_from(args: argparse.Namespace) -> DecodeSpec:
@@ -72,7 +75,9 @@ def spec_from(args: argparse.Namespace) -> DecodeSpec:
         causal=not args.non_causal,
         sm_scale=args.sm_scale,
         sliding_window=args.window,
+        window_block=args.window_block,
         anchor_tokens=args.anchors,
+        kv_start=args.kv_start,
         logits_soft_cap=args.soft_cap,
         alibi=args.alibi,
         attn_bias=args.bias,
@@ -80,6 +85,8 @@ def spec_from(args: argparse.Namespace) -> DecodeSpec:
         sinks=args.sinks,
         k_scale=SCALE_KINDS[args.k_scale] if args.k_scale else None,
         v_scale=SCALE_KINDS[args.v_scale] if args.v_scale else None,
+        k_zero=args.k_zero,
+        v_zero=args.v_zero,
     )
 
 

@@ -95,7 +95,13 @@ def typical_off(timed: Sequence[Timed], profile: DeviceProfile) -> float:
 
 def _terms(one: Timed, known: DeviceProfile) -> tuple[float, float, float]:
     """What launch cost, seconds per byte and merge cost are multiplied by."""
-    none = replace(known, launch_seconds=0.0, read_bandwidth=math.inf, merge_seconds=0.0)
+    none = replace(
+        known,
+        launch_seconds=0.0,
+        read_bandwidth=math.inf,
+        merge_seconds=0.0,
+        split_seconds=0.0,
+    )
     return (
         one.model(replace(none, launch_seconds=1.0)),
         one.model(replace(none, read_bandwidth=1.0)),

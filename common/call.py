@@ -15,9 +15,10 @@ class DecodeCall:
 
     q: [B, S, H, D], or [sum of S, H, D] with cu_seqlens_q. alibi_slopes: float32 [H] or [B, H].
     attn_bias: [B or 1, H or 1, S, n], added to the scaled and capped scores of the last n
-    positions. attn_mask: bool [B, S, n], True may be seen, of the last n positions of each request
-    (column c is position seq_len - n + c); earlier positions stay visible. k_scale, v_scale:
-    float32 [1], [K] or [B, K].
+    positions. kv_start: int [B], 0 to seq_len: positions below it are seen by nobody, anchors
+    included. attn_mask: bool [B, S, n], True may be seen, of the last n positions of each request
+    (column c is position seq_len - n + c); earlier positions stay visible. k_scale, v_scale: as the
+    spec's ``ScaleKind`` says; k_zero, v_zero: like the scale they go with.
     """
 
     q: Tensor
@@ -29,6 +30,9 @@ class DecodeCall:
     attn_mask: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_zero: Tensor | None = None
+    v_zero: Tensor | None = None
+    kv_start: Tensor | None = None
 
     @property
     def batch(self) -> int:

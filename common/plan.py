@@ -2,8 +2,9 @@
 integers out.
 
 The cost model is one line: predicted time = slowest worker's bytes / its share of the bandwidth +
-merge. Lengths are counted in granules (the tile, rounded up to whole pages), and a request is cut
-evenly, so cuts depend on that request's own length and on the granules per split alone.
+merge. Lengths are counted in granules (the tile, rounded up to whole pages), and where a
+request is cut depends on its own length and the granules per split alone (and, in automatic mode,
+on whether all requests are of one length).
 """
 
 import heapq
@@ -47,8 +48,9 @@ class SplitPlan:
         shorter request than it was made for, the split starts where that request's window starts.
     seq_lens: int32 [B], the lengths planned for. The plan stays right for any shorter request, if
         the one who executes it clips ``end`` to the actual length L and moves the ``start`` of an
-        opening split to min(start, max(L - S - W + 1, anchor_tokens)). The anchors stop it: where
-        a shorter window reaches them, their own split reads them already.
+        opening split to min(start, max(w, anchor_tokens)), where w is the ``window_start`` of the
+        first query, at L - S. The anchors stop it: where a shorter window reaches them, their own
+        split reads them already.
     An anchor range apart from the window is a split of its own, in every mode.
     """
 
@@ -131,12 +133,16 @@ class SplitPlan:
 
     @property
     def predicted_seconds(self) -> float:
-        """Launch, slowest worker's read and merge, by the profile's numbers."""
-        slowest = int(self.worker_tokens().max(initial=0))
-        merge = self.partial_bytes and _merge_seconds(self.spec, self.profile, self.num_splits)
-        return (
-            self.profile.launch_seconds + slowest * token_seconds(self.spec, self.profile) + merge
-        )
+        """Launch, the workers' reads and merge, by the profile's numbers."""
+        profile, loads = self.profile, self.worker_tokens()
+        shared = loads[::-1].reshape(profile.neighbours, -1)
+        shared[1::2] = shared[1::2, ::-1]  # the busiest beside the idlest
+        fullest = float(shared.mean(0).max())
+        busy = max(fullest * profile.together, int(loads[-1]) * profile.alone, float(loads.mean()))
+        waves = -(-self.num_splits * self.spec.num_kv_heads // profile.workers)
+        merge = self.partial_bytes and float(_merge_seconds(self.spec, profile, self.num_splits))
+        read = busy * token_seconds(self.spec, profile) + waves * profile.split_seconds
+        return profile.launch_seconds + read + merge
 
     def refresh(self, seq_lens: "Sequence[int] | IntArray") -> None:
         """Plan again for other lengths, in place, within the capacity.
@@ -280,7 +286,8 @@ def _cut(
     granules = np.maximum(-(-lengths // granule) - first, 0)
     granules = np.where(lengths > start, granules, 0)
     per_split = _granules_per_split(spec, profile, mode, requested, granule, granules)
-    size, count = _even_cuts(granules, per_split, mode)
+    even = mode is not SplitMode.SPLIT_SIZE and (mode is not SplitMode.AUTO or _uniform(granules))
+    size, count = _cuts_of(granules, per_split, even=even)
     has_anchor = (anchor_end > 0).astype(np.int64)
     indptr = np.concatenate(([0], np.cumsum(count + has_anchor)))
     request = np.repeat(np.arange(len(lengths)), count + has_anchor)
@@ -298,14 +305,16 @@ def _cut(
     )
 
 
-def _even_cuts(
-    granules: IntArray, per_split: IntArray, mode: SplitMode
-) -> tuple[IntArray, IntArray]:
-    """Granules of each split and number of splits per request; SPLIT_SIZE keeps the size, the
-    others even it out.
+def _uniform(granules: IntArray) -> bool:
+    return bool(granules.size == 0 or (granules == granules.flat[0]).all())
+
+
+def _cuts_of(granules: IntArray, per_split: IntArray, *, even: bool) -> tuple[IntArray, IntArray]:
+    """Granules of each split but the last, and number of splits per request; even: the last one's
+    too. Ragged requests leave rests of all sizes, which fill up the workers' last gaps.
     """
     size = np.minimum(per_split, np.maximum(granules, 1))
-    if mode is not SplitMode.SPLIT_SIZE:
+    if even:
         pieces = np.maximum(-(-granules // size), 1)
         size = np.maximum(-(-granules // pieces), 1)
     return size, -(-granules // size)
@@ -330,41 +339,55 @@ def _granules_per_split(
     return np.full_like(granules, _automatic(spec, profile, granule, granules))
 
 
+_QUARTER_WAVES = np.array([1, 2, 3, 4, 8, 12, 16, 24, 32])
+"""Sizes that are considered make so many quarters of a split per worker and kv head."""
+
+
 def _automatic(spec: DecodeSpec, profile: DeviceProfile, granule: int, granules: IntArray) -> int:
     """Granules per split with the smallest predicted time; ties go to the fewest splits.
 
-    With splits no longer than max(1, all granules / workers), handing them out longest first keeps
-    the slowest worker within twice that (Graham's bound for list scheduling). Longer splits, up to
-    the whole request, are considered only while every (request, kv head) has a worker of its own
-    and the bound still holds.
+    Splits no longer than max(1, all granules / workers), handed out longest first, keep the slowest
+    worker within twice that (Graham's bound for list scheduling); so do splits of twice that length
+    where every one has a worker of its own.
     """
     heads, workers = spec.num_kv_heads, profile.workers
     share = int(granules.sum()) * heads / workers
-    longest = int(granules.max())
-    cap = max(1, int(share))
-    candidates = sorted({cap, max(cap // 2, 1), max(cap // 4, 1), max(cap // 8, 1)}, reverse=True)
-    alone = int((granules > 0).sum()) * heads <= workers
-    if alone and longest <= 2 * max(share, 1.0):
-        candidates.insert(0, max(longest, 1))
-    seconds = [_predict(spec, profile, granule, granules, per_split) for per_split in candidates]
-    return candidates[int(np.argmin(seconds))]
+    longest, busy = int(granules.max()), int((granules > 0).sum())
+    if _uniform(granules):
+        pieces = np.maximum(workers * _QUARTER_WAVES // max(4 * busy * heads, 1), 1)
+        sizes = -(-longest // pieces)
+    else:
+        sizes = int(share) * 4 // np.maximum(_QUARTER_WAVES, 4)
+    sizes = np.maximum(np.concatenate(([longest], sizes)), 1)
+    seconds, items, largest = _predict(spec, profile, granule, granules, sizes)
+    limit = max(share, 1.0)
+    allowed = (largest <= limit) | ((items <= workers) & (largest <= 2 * limit))
+    return int(sizes[np.argmin(np.where(allowed, seconds, np.inf))])
 
 
 def _predict(
-    spec: DecodeSpec, profile: DeviceProfile, granule: int, granules: IntArray, per_split: int
-) -> float:
-    """Time with at most ``per_split`` granules a split: whole waves of equal splits, half a split
-    of tail for ragged ones.
+    spec: DecodeSpec, profile: DeviceProfile, granule: int, granules: IntArray, sizes: IntArray
+) -> tuple[npt.NDArray[np.float64], IntArray, IntArray]:
+    """Seconds with at most ``sizes`` [C] granules a split, work items, and granules of the largest.
+
+    Workers share the bandwidth until the slowest, or the fullest core, is left alone: it has whole
+    waves of equal splits, or half a split more than its share of ragged ones, unless each split has
+    a worker of its own.
     """
-    size, count = _even_cuts(granules, np.full_like(granules, per_split), SplitMode.AUTO)
-    items = int(count.sum()) * spec.num_kv_heads
-    largest = int(size.max(initial=1))
-    even = int(granules.sum()) * spec.num_kv_heads / profile.workers
-    uniform = bool((granules == granules[0]).all())
-    slowest = math.ceil(items / profile.workers) * largest if uniform else even + largest / 2
-    seconds = max(slowest, largest) * granule * token_seconds(spec, profile)
-    split = bool((count > 1).any())
-    return seconds + (_merge_seconds(spec, profile, int(count.sum())) if split else 0.0)
+    uniform = _uniform(granules)
+    size, count = _cuts_of(granules[None], sizes[:, None], even=uniform)
+    states, most = count.sum(1), count.max(1)
+    items, largest = states * spec.num_kv_heads, size.max(1)
+    waves = -(-items // profile.workers)
+    share = int(granules.sum()) * spec.num_kv_heads / profile.workers
+    ragged = np.where(waves == 1, largest, share + largest / 2)
+    slowest = waves * largest if uniform else ragged
+    fullest = -(-items // (profile.workers // profile.neighbours)) * largest / profile.neighbours
+    core = fullest if uniform else 0.0
+    busy = np.maximum(share, np.maximum(profile.alone * slowest, profile.together * core))
+    seconds = busy * granule * token_seconds(spec, profile) + waves * profile.split_seconds
+    merge = _merge_seconds(spec, profile, states)
+    return np.where(most > 1, seconds + merge, seconds), items, largest
 
 
 def token_seconds(spec: DecodeSpec, profile: DeviceProfile) -> float:
@@ -373,6 +396,8 @@ def token_seconds(spec: DecodeSpec, profile: DeviceProfile) -> float:
     return per_head * profile.workers / profile.read_bandwidth
 
 
-def _merge_seconds(spec: DecodeSpec, profile: DeviceProfile, states: int) -> float:
+def _merge_seconds(
+    spec: DecodeSpec, profile: DeviceProfile, states: "int | IntArray"
+) -> "float | npt.NDArray[np.float64]":
     rows = states * spec.num_queries * spec.num_q_heads
     return profile.launch_seconds + rows * profile.merge_seconds / profile.workers

@@ -14,6 +14,10 @@ class DeviceProfile:
     launch_seconds: cost of one more launch; merge_seconds: cost of merging one more state row [Dv]
         by one worker.
     tile_tokens: tokens of one tile; splits are cut on its multiples.
+    split_seconds: what a worker loses between one split and the next.
+    alone: a worker reads at most 1 / alone times as fast as its share of the bandwidth, however few
+        others read. neighbours, together: so many workers share a core, which reads at most
+        1 / together times as fast as its own share.
     source: where each number comes from, or the word "assumed".
     """
 
@@ -24,6 +28,10 @@ class DeviceProfile:
     merge_seconds: float
     tile_tokens: int
     source: str = field(compare=False)
+    split_seconds: float = 0.0
+    alone: float = 1.0
+    neighbours: int = 1
+    together: float = 1.0
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.tile_tokens < 1:
@@ -35,6 +43,15 @@ class DeviceProfile:
             raise ValueError(
                 f"read_bandwidth must be above 0 and costs 0 or more, got {self.read_bandwidth}, "
                 f"{self.launch_seconds}, {self.merge_seconds}"
+            )
+        if not (self.split_seconds >= 0 and 0 < self.alone <= 1 and 0 < self.together <= 1):
+            raise ValueError(
+                "split_seconds must be 0 or more, alone and together above 0 and at most 1, got "
+                f"{self.split_seconds}, {self.alone}, {self.together}"
+            )
+        if self.neighbours < 1 or self.workers % self.neighbours:
+            raise ValueError(
+                f"neighbours must divide the {self.workers} workers, got {self.neighbours}"
             )
 
 
@@ -63,22 +80,27 @@ CPU = DeviceProfile(
 )
 H200 = DeviceProfile(
     "NVIDIA H200",
-    workers=132,
+    workers=264,
     read_bandwidth=4.6e12,
-    launch_seconds=3e-6,
-    merge_seconds=2e-9,
-    tile_tokens=128,
-    source="132 SMs read from the device; 4.6 TB/s: a read-only kernel over 0.5 GB measured on an "
-    "H200; costs: assumed",
+    launch_seconds=2.5e-6,
+    merge_seconds=1e-7,
+    tile_tokens=64,
+    source="2 programs on each of 132 SMs, read from the device; 4.6 TB/s: a read-only kernel over "
+    "0.5 GB; costs: kernels timed with 1 to 33 splits; all on an H200",
+    split_seconds=1.5e-6,
+    alone=0.5,
+    neighbours=2,
+    together=0.85,
 )
 A100 = DeviceProfile(
     "NVIDIA A100",
-    workers=108,
+    workers=216,
     read_bandwidth=1.8e12,
     launch_seconds=3e-6,
-    merge_seconds=3e-9,
-    tile_tokens=128,
-    source="108 SMs and 2.0 TB/s (80 GB part): vendor datasheet, derated to 90 %; costs: assumed",
+    merge_seconds=1e-7,
+    tile_tokens=64,
+    source="2 programs on each of 108 SMs and 2.0 TB/s (80 GB part): vendor datasheet, derated to "
+    "90 %; costs: assumed",
 )
 ASCEND_910B1 = _ascend("Ascend910B1", 24, 1.4e12, "assumed")
 ASCEND_910B3 = _ascend("Ascend910B3", 20, 1.4e12, "assumed")

@@ -42,7 +42,9 @@ class Feature(Enum):
     PACKED_QUERIES = "ragged queries (cu_seqlens_q)"
     NON_CAUSAL = "no causal mask (causal=False, S > 1)"
     SLIDING_WINDOW = "sliding window"
+    WINDOW_BLOCKS = "window that begins at blocks (chunked attention)"
     ANCHORS = "anchor tokens with a window"
+    KV_START = "per-request start of the visible history"
     SOFT_CAP = "logit soft cap"
     ALIBI = "ALiBi slopes"
     ATTN_BIAS = "additive bias"
@@ -51,17 +53,23 @@ class Feature(Enum):
     HEAD_DIM_V = "value head dim other than the key's"
     MIXED_DTYPE = "cache dtype other than the query's"
     KV_SCALES = "quantised cache with scales"
+    KV_FINE_SCALES = "quantised cache: scales per token or channel"
+    KV_ZERO_POINTS = "quantised cache: zero points"
     STATE = "partial state (max, lse, out) returned"
 
 
 class ScaleKind(Enum):
-    """How finely a quantised K or V is scaled."""
+    """How finely a quantised K or V is scaled; ``splitkv.common.quantised`` has the formula."""
 
     TENSOR = "one scale"
     HEAD = "one per kv head, [K]"
     REQUEST_HEAD = "one per request and kv head, [B, K]"
+    TOKEN = "one per token and kv head, laid out like the cache without its head dim"
+    CHANNEL = "one per kv head and element of the head dim, [K, D] or [K, Dv]"
 
 
+FINE_SCALES = (ScaleKind.TOKEN, ScaleKind.CHANNEL)
+"""Kinds that do not scale all that one query head reads alike."""
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -86,12 +94,14 @@ def _positive(name: str, value: int) -> None:
 class DecodeSpec:
     """The static facts of one layer's decode attention.
 
-    Units: ``sliding_window`` and ``anchor_tokens`` in tokens, the query's own position counted in
-    the window. ``sm_scale=None`` is ``head_dim ** -0.5``, ``head_dim_v=None`` is ``head_dim``,
-    ``kv_dtype=None`` is ``dtype``; all three hold their resolved value after construction.
-    ``num_queries`` is S (with ``packed_queries`` the largest S of the batch). The flags ``alibi``,
-    ``attn_bias``, ``attn_mask`` and ``sinks`` say that the call will bring such a tensor, so that a
-    backend can be chosen before there is one.
+    Units: ``sliding_window``, ``window_block`` and ``anchor_tokens`` in tokens, the query's own
+    position counted in the window; what a window of blocks shows is said in
+    ``splitkv.common.visibility``. ``sm_scale=None`` is ``head_dim ** -0.5``,
+    ``head_dim_v=None`` is ``head_dim``, ``kv_dtype=None`` is ``dtype``; all three hold their
+    resolved value after construction. ``num_queries`` is S (with ``packed_queries`` the largest S
+    of the batch). The flags ``kv_start``, ``alibi``, ``attn_bias``, ``attn_mask``, ``sinks``,
+    ``k_zero`` and ``v_zero`` say that the call will bring such a tensor, so that a backend can be
+    chosen before there is one.
 
     Raises:
         ValueError: a field contradicts another or is out of its range; the text names the field,
@@ -111,7 +121,9 @@ class DecodeSpec:
     causal: bool = True
     sm_scale: float | None = None
     sliding_window: int | None = None
+    window_block: int = 1
     anchor_tokens: int = 0
+    kv_start: bool = False
     logits_soft_cap: float | None = None
     alibi: bool = False
     attn_bias: bool = False
@@ -119,6 +131,8 @@ class DecodeSpec:
     sinks: bool = False
     k_scale: ScaleKind | None = None
     v_scale: ScaleKind | None = None
+    k_zero: bool = False
+    v_zero: bool = False
     plan_key: tuple[object, ...] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -145,13 +159,17 @@ class DecodeSpec:
         set_(self, "sm_scale", float(self.sm_scale))  # type: ignore[arg-type]
         if not math.isfinite(_in_float32(self.scale)):
             raise ValueError(f"sm_scale must be finite in float32, got {self.sm_scale}")
-        for name in ("packed_queries", "causal", "alibi", "attn_bias", "attn_mask", "sinks"):
+        flags = ("packed_queries", "causal", "kv_start", "alibi", "attn_bias", "attn_mask", "sinks")
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("k_scale", "v_scale"):
             kind = getattr(self, name)
             if kind is not None and not isinstance(kind, ScaleKind):
                 raise ValueError(f"{name} must be a ScaleKind or None, got {kind!r}")
+        for name in ("k_zero", "v_zero"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_layout()
         self._check_masking()
         self._check_dtypes()
@@ -170,7 +188,8 @@ class DecodeSpec:
 
     @property
     def _range_key(self) -> tuple[object, ...]:
-        return (self.num_queries, self.causal, self.sliding_window, self.anchor_tokens)
+        window = (self.sliding_window, self.window_block, self.anchor_tokens)
+        return (self.num_queries, self.causal, *window)
 
     def _check_layout(self) -> None:
         if self.layout.paged:
@@ -190,6 +209,12 @@ class DecodeSpec:
                     f"sliding_window is at most {MOST_TOKENS} (None: unlimited), "
                     f"got {self.sliding_window}"
                 )
+        _positive("window_block", self.window_block)
+        if self.window_block > 1 and (self.sliding_window or 1) % self.window_block:
+            raise ValueError(
+                f"window_block {self.window_block} needs a sliding_window that is a multiple of it "
+                f"(of chunked attention both are the chunk), got {self.sliding_window}"
+            )
         anchors = self.anchor_tokens
         whole = isinstance(anchors, int) and not isinstance(anchors, bool)
         if not whole or not 0 <= anchors <= MOST_TOKENS:
@@ -213,6 +238,15 @@ class DecodeSpec:
                 f"k_scale and v_scale need a quantised cache {QUANTISED_DTYPES}, kv_dtype is "
                 f"{self.kv_dtype}"
             )
+        for name, zero, kind in (
+            ("k_zero", self.k_zero, self.k_scale),
+            ("v_zero", self.v_zero, self.v_scale),
+        ):
+            if zero and (kind is None or self.kv_dtype != torch.int8):
+                raise ValueError(
+                    f"{name} needs an int8 cache with a scale (8-bit floats are symmetric): "
+                    f"kv_dtype is {self.kv_dtype}, {name[0]}_scale {kind}"
+                )
 
     @property
     def group(self) -> int:
@@ -248,7 +282,9 @@ class DecodeSpec:
             Feature.PACKED_QUERIES: self.packed_queries,
             Feature.NON_CAUSAL: several and not self.causal,
             Feature.SLIDING_WINDOW: self.sliding_window is not None,
+            Feature.WINDOW_BLOCKS: self.window_block > 1,
             Feature.ANCHORS: self.anchor_tokens > 0 and self.sliding_window is not None,
+            Feature.KV_START: self.kv_start,
             Feature.SOFT_CAP: self.logits_soft_cap is not None,
             Feature.ALIBI: self.alibi,
             Feature.ATTN_BIAS: self.attn_bias,
@@ -258,5 +294,7 @@ class DecodeSpec:
             Feature.MIXED_DTYPE: self.cache_dtype is not self.dtype
             and self.cache_dtype not in QUANTISED_DTYPES,
             Feature.KV_SCALES: self.cache_dtype in QUANTISED_DTYPES,
+            Feature.KV_FINE_SCALES: not {self.k_scale, self.v_scale}.isdisjoint(FINE_SCALES),
+            Feature.KV_ZERO_POINTS: self.k_zero or self.v_zero,
         }
         return tuple(feature for feature in Feature if touched.get(feature, False))

@@ -23,8 +23,9 @@ from splitkv.common.cache import (
 )
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
+from splitkv.common.quantised import of_tokens, scale_shape
 from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
-from splitkv.common.visibility import IntArray, as_lengths, visible_bounds
+from splitkv.common.visibility import IntArray, as_lengths, visible_bounds, visible_mask
 
 
 class Validate(Enum):
@@ -116,7 +117,7 @@ def _refuse_grad(name: str, tensor: Tensor | None) -> None:
 def _refuse_autograd(call: DecodeCall) -> None:
     for name, tensor in (("q", call.q), ("k", call.cache.k), ("v", call.cache.v)):
         _refuse_grad(name, tensor)
-    for name in ("alibi_slopes", "attn_bias", "k_scale", "v_scale"):
+    for name in ("alibi_slopes", "attn_bias", "k_scale", "v_scale", "k_zero", "v_zero"):
         _refuse_grad(name, getattr(call, name))
 
 
@@ -199,7 +200,8 @@ def _check_index_devices(call: DecodeCall) -> None:
     else:
         lengths = ("seq_lens", cache.seq_lens)
     allowed = (call.q.device, torch.device("cpu"))
-    for name, tensor in (lengths, ("cu_seqlens_q", call.cu_seqlens_q)):
+    offsets = (("cu_seqlens_q", call.cu_seqlens_q), ("kv_start", call.kv_start))
+    for name, tensor in (lengths, *offsets):
         if tensor is not None and tensor.device not in allowed:
             raise ValueError(
                 f"{name} must be on {call.q.device} like q, or on cpu, got {tensor.device}"
@@ -209,11 +211,14 @@ def _check_index_devices(call: DecodeCall) -> None:
 def _check_extras(call: DecodeCall) -> None:
     spec, device = call.spec, call.q.device
     flags = (
+        ("kv_start", call.kv_start, spec.kv_start),
         ("alibi_slopes", call.alibi_slopes, spec.alibi),
         ("attn_bias", call.attn_bias, spec.attn_bias),
         ("attn_mask", call.attn_mask, spec.attn_mask),
         ("k_scale", call.k_scale, spec.k_scale is not None),
         ("v_scale", call.v_scale, spec.v_scale is not None),
+        ("k_zero", call.k_zero, spec.k_zero),
+        ("v_zero", call.v_zero, spec.v_zero),
     )
     for name, tensor, promised in flags:
         if (tensor is not None) != promised:
@@ -221,12 +226,10 @@ def _check_extras(call: DecodeCall) -> None:
             raise ValueError(
                 f"the spec {said} {name}, but {name} is {'None' if tensor is None else 'given'}"
             )
-    heads, kv_heads, batch, steps = (
-        spec.num_q_heads,
-        spec.num_kv_heads,
-        call.batch,
-        spec.num_queries,
-    )
+    heads, batch, steps = spec.num_q_heads, call.batch, spec.num_queries
+    if call.kv_start is not None:
+        check_index("kv_start", call.kv_start, "[B]", 1)
+        _check_shape("kv_start", call.kv_start, ((batch,),), call.kv_start.device)
     if call.alibi_slopes is not None:
         _check_numbers("alibi_slopes", call.alibi_slopes, ((heads,), (batch, heads)), device)
     if call.attn_bias is not None:
@@ -240,17 +243,25 @@ def _check_extras(call: DecodeCall) -> None:
             raise ValueError(
                 f"attn_mask must be bool (True may be seen), got {call.attn_mask.dtype}"
             )
-    shapes = {
-        ScaleKind.TENSOR: (1,),
-        ScaleKind.HEAD: (kv_heads,),
-        ScaleKind.REQUEST_HEAD: (batch, kv_heads),
-    }
-    for name, scale, kind in (
+    for name, values, kind in _scales(call):
+        part = call.cache.k if name.startswith("k") else call.cache.v
+        _check_numbers(name, values, (scale_shape(kind, part, call.cache),), device)
+
+
+def _scales(call: DecodeCall) -> list[tuple[str, Tensor, ScaleKind]]:
+    """Scales and zero points that are given, each with its name and kind."""
+    spec = call.spec
+    given = (
         ("k_scale", call.k_scale, spec.k_scale),
         ("v_scale", call.v_scale, spec.v_scale),
-    ):
-        if scale is not None and kind is not None:
-            _check_numbers(name, scale, (shapes[kind],), device)
+        ("k_zero", call.k_zero, spec.k_scale),
+        ("v_zero", call.v_zero, spec.v_scale),
+    )
+    return [
+        (name, values, kind)
+        for name, values, kind in given
+        if values is not None and kind is not None
+    ]
 
 
 def _check_plan(plan: SplitPlan, call: DecodeCall) -> None:
@@ -269,6 +280,8 @@ def _check_values(call: DecodeCall, plan: SplitPlan | None) -> None:
     if isinstance(cache, PackedCache):
         check_offsets("cu_seqlens_k", cache.cu_seqlens_k, cache.k.shape[0])
     lengths = _check_lengths(cache, plan)
+    if call.kv_start is not None:
+        _check_starts(as_lengths("kv_start", call.kv_start), lengths)
     counts = np.full(call.batch, spec.num_queries)
     if call.cu_seqlens_q is not None:
         counts = np.diff(check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0]))
@@ -279,12 +292,35 @@ def _check_values(call: DecodeCall, plan: SplitPlan | None) -> None:
             )
     if isinstance(cache, PagedCache):
         _check_page_ids(call, cache, np.where(counts > 0, lengths, 0), counts)
-    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-        if scale is not None and not bool(torch.isfinite(scale).all()):
-            raise ValueError(f"{name} must be finite, got {scale.tolist()}")
+    _check_scales(call, np.where(counts > 0, lengths, 0), counts)
     for name, tensor in (("alibi_slopes", call.alibi_slopes),):
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} must be finite, got {tensor.tolist()}")
+
+
+def _check_starts(starts: IntArray, lengths: IntArray) -> None:
+    over = np.flatnonzero(starts > lengths)
+    if over.size:
+        index = int(over[0])
+        raise ValueError(
+            f"kv_start[{index}] is {starts[index]}, the request has {lengths[index]} tokens: "
+            "allowed are 0 to seq_len"
+        )
+
+
+def _check_scales(call: DecodeCall, lengths: IntArray, counts: IntArray) -> None:
+    """``counts``: queries of each request; ``lengths``: 0 for a request without any."""
+    for name, values, kind in _scales(call):
+        if kind is not ScaleKind.TOKEN:
+            if not bool(torch.isfinite(values).all()):
+                raise ValueError(f"{name} must be finite, got {values.tolist()}")
+            continue
+        seen = _seen_positions(call, lengths, counts, int(lengths.max(initial=0)))
+        read = of_tokens(values, call.cache, seen)
+        if bool((bad := ~torch.isfinite(read)).any()):
+            raise ValueError(
+                f"{name} of every token that a query sees must be finite, got {float(read[bad][0])}"
+            )
 
 
 def _check_lengths(cache: Cache, plan: SplitPlan | None) -> IntArray:
@@ -328,18 +364,46 @@ def _used_pages(
     """bool [B, max_blocks]: the entries whose page holds a position that some query may see."""
     page, columns = cache.page_size, cache.block_table.shape[1]
     anchor_end, start = visible_bounds(lengths, counts, call.spec)
-    if call.attn_mask is None:
+    if call.attn_mask is None and call.kv_start is None:
         column = np.arange(columns)
         used = (column >= (start // page)[:, None]) & (column < (-(-lengths // page))[:, None])
         return np.asarray(used | (column < (-(-anchor_end // page))[:, None]))
-    position = np.arange(columns * page)
+    seen = _seen_positions(call, lengths, counts, columns * page)
+    return np.asarray(seen.reshape(len(lengths), columns, page).any(2))
+
+
+def _seen_positions(
+    call: DecodeCall, lengths: IntArray, counts: IntArray, tokens: int
+) -> npt.NDArray[np.bool_]:
+    """bool [B, tokens]: the positions that some query may see; an infinite bias hides none."""
+    anchor_end, start = visible_bounds(lengths, counts, call.spec)
+    position = np.arange(tokens)
     seen = (position >= start[:, None]) | (position < anchor_end[:, None])
     seen &= position < lengths[:, None]
-    allowed = call.attn_mask.any(1).cpu().numpy()  # of the last n positions
+    if call.kv_start is not None:
+        seen &= position >= as_lengths("kv_start", call.kv_start)[:, None]
+    if call.attn_mask is None:
+        return seen
+    allowed = _allowed_columns(call, call.attn_mask.cpu(), lengths, counts)
     row, masked = np.nonzero(~allowed)
     masked += lengths[row] - allowed.shape[1]
     seen[row[masked >= 0], masked[masked >= 0]] = False
-    return np.asarray(seen.reshape(len(lengths), columns, page).any(2))
+    return seen
+
+
+def _allowed_columns(
+    call: DecodeCall, mask: Tensor, lengths: IntArray, counts: IntArray
+) -> npt.NDArray[np.bool_]:
+    """bool [B, n]: of the last n positions, those that some query sees; the mask says which, and
+    causality and window.
+    """
+    steps, n = mask.shape[1:]
+    end, count = (torch.from_numpy(x.astype(np.int64))[:, None, None] for x in (lengths, counts))
+    query, column = torch.arange(steps)[:, None], torch.arange(n)
+    allowed = mask & (query < count)
+    rule = visible_mask(end - count + query, end - n + column, call.spec)
+    allowed = allowed if rule is None else allowed & rule
+    return np.asarray(allowed.any(1).numpy())
 
 
 def layout_of(layout: str | Layout | None) -> Layout | None:

@@ -3,13 +3,23 @@
 A request of length L brings S queries; query t sits at position i = L - S + t (bottom-right
 alignment) and sees key j iff
 
-    0 <= j < L,    j <= i (causal),    i - j < W or j < a (window of W positions, own one included;
-    a anchors)
+    0 <= j < L,    j <= i (causal),    j >= (i // b + 1) * b - W or j < a
 
-Positions are logical, 0-based and never reset. Masks of the caller narrow this further.
+(window of W positions, a multiple of the block of b; a anchors). With b = 1 the window is the W
+newest positions, own one included. With larger b it begins at a block: W = n * b shows the n newest
+blocks, the own one included, and W = b is the chunked attention of Llama 4, where i sees its own
+chunk alone (``chunked_overlay`` of transformers' ``masking_utils``: i // b == j // b).
+
+Positions are logical, 0-based and never reset: also those of cross-attention (not causal, the
+queries of another origin than the keys), to which windows, anchors and ALiBi slopes refer all the
+same. Masks of the caller narrow this further, and so does ``kv_start``, a position of each request
+below which nothing is seen, anchors included (left padding, a history that was cut); positions go
+on counting from 0, and a plan, which knows no such starts, reads nothing less for them: who
+executes it clips its splits.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +29,16 @@ from torch import Tensor
 from splitkv.common.spec import DecodeSpec
 
 IntArray = npt.NDArray[np.int64]
+_Positions = TypeVar("_Positions", IntArray, Tensor, int)
+
+
+def window_start(position: _Positions, spec: DecodeSpec) -> _Positions:
+    """(i // b + 1) * b - W: where the window of queries at these positions starts; negative where
+    it reaches over the beginning.
+    """
+    assert spec.sliding_window is not None
+    block = spec.window_block
+    return position - position % block - (spec.sliding_window - block)
 
 
 def visible_bounds(
@@ -35,7 +55,7 @@ def visible_bounds(
     if spec.sliding_window is None:
         return zeros, zeros
     first_query = seq_lens - num_queries
-    start = np.clip(first_query - spec.sliding_window + 1, 0, seq_lens)
+    start = np.clip(window_start(first_query, spec), 0, seq_lens)
     anchor_end = np.minimum(spec.anchor_tokens, seq_lens)
     joined = anchor_end >= start
     return np.where(joined, 0, anchor_end), np.where(joined, 0, start)
@@ -51,7 +71,7 @@ def visible_mask(q_positions: Tensor, k_positions: Tensor, spec: DecodeSpec) -> 
     if spec.causal and spec.num_queries > 1:
         mask = k_positions <= q_positions
     if spec.sliding_window is not None:
-        near = q_positions - k_positions < spec.sliding_window
+        near = k_positions >= window_start(q_positions, spec)
         if spec.anchor_tokens:
             near = near | (k_positions < spec.anchor_tokens)
         mask = near if mask is None else mask & near
@@ -91,7 +111,11 @@ def as_lengths(name: str, lengths: "Sequence[int] | IntArray | Tensor") -> IntAr
         ValueError: not one-dimensional, not integers, negative, or above 2**31 - 1; the text names
         index and value.
     """
-    array = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else np.asarray(lengths)
+    if isinstance(lengths, Tensor):
+        if lengths.dtype.is_floating_point or lengths.dtype.is_complex:
+            raise ValueError(f"{name} must be integers, got {lengths.dtype}")
+        lengths = lengths.detach().cpu().numpy()
+    array = np.asarray(lengths)
     if array.size == 0:
         array = array.astype(np.int64).reshape(-1)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -92,6 +92,8 @@ def _unprinted(spec: DecodeSpec, route: Route, wants: Wants) -> list[str]:
             f"sliding_window {spec.sliding_window} on route {route.name} over layout "
             f"{spec.layout.value}: windows are printed for pages only"
         )
+    if spec.window_block > 1:
+        found.append(f"window_block {spec.window_block}: windows are printed for window_block 1")
     if route is FIA_TND and spec.layout in (Layout.BSND, Layout.BNSD):
         found.append(
             f"layout {spec.layout.value} with several queries: layout TND sees a dense cache as "

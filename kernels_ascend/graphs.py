@@ -64,6 +64,11 @@ def graph_refusals(spec: DecodeSpec, wants: Wants) -> list[str]:
             "doubles the updates of every layer, and the band's pre_tokens cannot be updated when "
             "the window moves off the anchors; serve it eagerly, or with route own"
         )
+    if spec.window_block > 1:
+        found.append(
+            f"window_block {spec.window_block}: the band of a captured call begins a fixed number "
+            "of tokens before the query; serve it eagerly"
+        )
     if spec.packed_queries or spec.layout is Layout.PACKED:
         found.append(
             "packed queries or keys: their rows change shape with the lengths, and a captured "

@@ -31,12 +31,28 @@ _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
         "the own kernel takes one S for all requests",
         "call once for each number of queries",
     ),
+    Feature.WINDOW_BLOCKS: No(
+        Why.NOT_YET,
+        "the own kernel's window begins at a token",
+        "leave route= out: the operators' routes are told of windows as lengths and tables",
+    ),
+    Feature.KV_START: No(
+        Why.NOT_YET,
+        "the own kernel's requests begin at 0",
+        "give a block table that begins at the first visible page, and lengths to match",
+    ),
     Feature.MIXED_DTYPE: No(
         Why.NOT_YET,
         "the own kernel multiplies queries and keys of one dtype",
         "convert the queries",
     ),
     Feature.KV_SCALES: No(
+        Why.NOT_YET, "the own kernel has no dequantisation", "dequantise into a 16-bit cache"
+    ),
+    Feature.KV_FINE_SCALES: No(
+        Why.NOT_YET, "the own kernel has no dequantisation", "dequantise into a 16-bit cache"
+    ),
+    Feature.KV_ZERO_POINTS: No(
         Why.NOT_YET, "the own kernel has no dequantisation", "dequantise into a 16-bit cache"
     ),
 }

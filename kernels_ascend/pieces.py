@@ -20,7 +20,7 @@ import numpy as np
 
 from splitkv.common.plan import SplitPlan
 from splitkv.common.spec import DecodeSpec
-from splitkv.common.visibility import IntArray
+from splitkv.common.visibility import IntArray, window_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ def _ranges(
     """(request, start, end) of each split for the actual lengths; see ``SplitPlan`` on serving
     shorter requests.
     """
-    window = plan.spec.sliding_window
+    spec = plan.spec
     for split in range(plan.num_splits):
         request = int(plan.request[split])
         start, end = int(plan.start[split]), min(int(plan.end[split]), lengths[request])
-        if plan.window_first[split] and window is not None:
-            start = min(start, max(lengths[request] - counts[request] - window + 1, 0))
+        if plan.window_first[split] and spec.sliding_window is not None:
+            start = min(start, max(window_start(lengths[request] - counts[request], spec), 0))
             if split > plan.indptr[request]:  # an anchor range of its own comes first
                 start = max(start, int(plan.end[split - 1]))
         if start < end:
@@ -131,7 +131,7 @@ def _visible(spec: DecodeSpec, length: int, queries: IntArray) -> list[tuple[Int
     high = np.maximum(position + 1, 0) if spec.causal else np.full_like(queries, length)
     if spec.sliding_window is None:
         return [(np.zeros_like(queries), high)]
-    low = np.maximum(position - spec.sliding_window + 1, 0)
+    low = np.maximum(window_start(position, spec), 0)
     if (low <= spec.anchor_tokens).all():
         return [(np.zeros_like(queries), high)]
     anchors = np.minimum(high, spec.anchor_tokens)

@@ -129,11 +129,14 @@ _SCORES = (Feature.SOFT_CAP, Feature.ALIBI, Feature.ATTN_BIAS, Feature.ATTN_MASK
 
 def unsaid(spec: DecodeSpec) -> list[str]:
     """What ``spec`` does to scores that no operator call of ours can say."""
-    return [
+    found = [
         f"{feature.value}: no operator is told of it; AscendBackend(route={OWN.name!r}) takes it"
         for feature in spec.features
         if feature in _SCORES
     ]
+    if spec.kv_start:
+        found.append("kv_start: a request begins at 0 in the lengths and tables of an operator")
+    return found
 
 
 def odd_bytes(spec: DecodeSpec) -> int:

@@ -14,10 +14,11 @@ from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitMode, SplitPlan, plan_splits, token_seconds
 from splitkv.common.profile import DeviceProfile
 from splitkv.kernels_cuda.launch import Launch
+from splitkv.kernels_cuda.masks import window_start
 from splitkv.kernels_cuda.plan import ITEM_FIELDS, DevicePlan, bound_key
 from splitkv.kernels_cuda.primitives import device_function, loop_bound
 
-_CHUNK = 1024
+_CHUNK = 256
 """Requests that the counting program looks at together."""
 _MOST_SPLITS_PER_WORKER = 16
 """Of the automatic mode, see ``most_splits``."""
@@ -25,7 +26,15 @@ _MOST_SPLITS_PER_WORKER = 16
 
 @device_function
 def visible_granules(
-    seq_lens, request, there, queries, window, anchors, granule, WINDOW: tl.constexpr
+    seq_lens,
+    request,
+    there,
+    queries,
+    window,
+    anchors,
+    granule,
+    WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
 ):
     """``(length, anchor_end, start, first, granules)`` of requests, int64.
 
@@ -35,7 +44,8 @@ def visible_granules(
     start = tl.zeros_like(length)
     anchor_end = start
     if WINDOW:
-        start = tl.minimum(tl.maximum(length - queries - window + 1, 0), length)
+        opens = window_start(length - queries, window, WINDOW_BLOCK)
+        start = tl.minimum(tl.maximum(opens, 0), length)
         anchor_end = tl.minimum(length, anchors)
         joined = anchor_end >= start
         start = tl.where(joined, 0, start)
@@ -46,12 +56,11 @@ def visible_granules(
 
 
 @device_function
-def even_cuts(granules, per_split, EVEN: tl.constexpr):
-    """``(granules of a split, splits)``; EVEN: of one size, else ``per_split`` but for the last."""
+def cuts_of(granules, per_split, even):
+    """``(granules of a split, splits)``; even: of one size, else ``per_split`` but for the last."""
     size = tl.minimum(per_split, tl.maximum(granules, 1))
-    if EVEN:
-        pieces = tl.maximum(tl.cdiv(granules, size), 1)
-        size = tl.maximum(tl.cdiv(granules, pieces), 1)
+    pieces = tl.maximum(tl.cdiv(granules, size), 1)
+    size = tl.where(even, tl.maximum(tl.cdiv(granules, pieces), 1), size)
     return size, tl.cdiv(granules, size)
 
 
@@ -69,10 +78,20 @@ def automatic_size(
     token_seconds,
     launch_seconds,
     merge_seconds,
+    split_seconds,
+    alone,
+    together,
+    neighbours,
     WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Granules per split by the cost model: the host's ``_automatic``, operation for operation."""
+    """Granules per split by the cost model, and whether all requests have as many granules: the
+    host's ``_automatic``, operation for operation.
+
+    Its sizes are looked at together: one row of tiles [16, CHUNK] each, the first of them whole
+    requests.
+    """
     total = tl.zeros([], tl.int64)
     longest = tl.zeros([], tl.int64)
     shortest = tl.full([], 2**31, tl.int64)
@@ -81,48 +100,64 @@ def automatic_size(
         request = chunk + tl.arange(0, CHUNK)
         there = request < batch
         _, _, _, _, granules = visible_granules(
-            seq_lens, request, there, queries, window, anchors, granule, WINDOW
+            seq_lens, request, there, queries, window, anchors, granule, WINDOW, WINDOW_BLOCK
         )
         total += tl.sum(granules, 0)
         longest = tl.maximum(longest, tl.max(granules, 0))
         shortest = tl.minimum(shortest, tl.min(tl.where(there, granules, 2**31), 0))
         busy += tl.sum((granules > 0).to(tl.int64), 0)
 
-    one = tl.full([], 1.0, tl.float64)
-    workers_f64 = workers.to(tl.float64)
-    share = (total * kv_heads).to(tl.float64) / workers_f64
-    cap = tl.maximum(share.to(tl.int64), 1)
-    limit = tl.maximum(share, one) * 2.0
-    whole = (busy * kv_heads <= workers) & (longest.to(tl.float64) <= limit)
-    best = cap
-    best_seconds = tl.full([], float("inf"), tl.float64)
-    for attempt in tl.static_range(5):
-        per_split = tl.maximum(longest if attempt == 0 else cap >> (attempt - 1), 1)
-        splits = tl.zeros([], tl.int64)
-        largest = tl.full([], 1, tl.int64)
-        most = tl.zeros([], tl.int64)
-        for chunk in tl.range(0, loop_bound(batch), CHUNK):
-            request = chunk + tl.arange(0, CHUNK)
-            _, _, _, _, granules = visible_granules(
-                seq_lens, request, request < batch, queries, window, anchors, granule, WINDOW
-            )
-            size, count = even_cuts(granules, per_split, True)
-            splits += tl.sum(count, 0)
-            largest = tl.maximum(largest, tl.max(size, 0))
-            most = tl.maximum(most, tl.max(count, 0))
-        waves = tl.cdiv(splits * kv_heads, workers)
-        even = (waves * largest).to(tl.float64)
-        ragged = share + largest.to(tl.float64) * 0.5
-        slowest = tl.maximum(tl.where(longest == shortest, even, ragged), largest.to(tl.float64))
-        seconds = slowest * granule.to(tl.float64) * token_seconds
-        merge = launch_seconds + (splits * rows).to(tl.float64) * merge_seconds / workers_f64
-        seconds += tl.where(most > 1, merge, 0.0)
-        better = seconds < best_seconds
-        if attempt == 0:
-            better &= whole
-        best = tl.where(better, per_split, best)
-        best_seconds = tl.where(better, seconds, best_seconds)
-    return best
+    share = (total * kv_heads).to(tl.float64) / workers.to(tl.float64)
+    uniform = longest == shortest
+    which = tl.arange(0, 16)
+    # as the host's _QUARTER_WAVES, behind whole requests: 1, 2, 3, 4, 8, 12, 16, 24, 32
+    quarter_waves = tl.where(which <= 4, which, tl.where(which <= 7, (which - 3) * 4, 24))
+    quarter_waves = tl.maximum(tl.where(which == 9, 32, quarter_waves), 1).to(tl.int64)
+    pieces = tl.maximum(workers * quarter_waves // tl.maximum(4 * busy * kv_heads, 1), 1)
+    ragged_sizes = share.to(tl.int64) * 4 // tl.maximum(quarter_waves, 4)
+    sizes = tl.where(uniform, tl.cdiv(longest, pieces), ragged_sizes)
+    sizes = tl.maximum(tl.where(which == 0, longest, sizes), 1)
+
+    states = tl.zeros([16], tl.int64)
+    largest = tl.full([16], 1, tl.int64)
+    most = tl.zeros([16], tl.int64)
+    for chunk in tl.range(0, loop_bound(batch), CHUNK):
+        request = chunk + tl.arange(0, CHUNK)
+        _, _, _, _, granules = visible_granules(
+            seq_lens,
+            request,
+            request < batch,
+            queries,
+            window,
+            anchors,
+            granule,
+            WINDOW,
+            WINDOW_BLOCK,
+        )
+        size, count = cuts_of(granules[None, :], sizes[:, None], uniform)
+        states += tl.sum(count, 1)
+        largest = tl.maximum(largest, tl.max(size, 1))
+        most = tl.maximum(most, tl.max(count, 1))
+    items = states * kv_heads
+    waves = tl.cdiv(items, workers)
+    even = (waves * largest).to(tl.float64)
+    ragged = share + largest.to(tl.float64) * 0.5
+    ragged = tl.where(waves == 1, largest.to(tl.float64), ragged)
+    slowest = tl.where(uniform, even, ragged)
+    cores = workers // neighbours
+    fullest = (tl.cdiv(items, cores) * largest).to(tl.float64) / neighbours.to(tl.float64)
+    core = tl.where(uniform, fullest, 0.0)
+    reading = tl.maximum(tl.maximum(alone * slowest, together * core), share)
+    seconds = reading * granule.to(tl.float64) * token_seconds
+    seconds += waves.to(tl.float64) * split_seconds
+    merge = launch_seconds + (states * rows).to(tl.float64) * merge_seconds / workers.to(tl.float64)
+    seconds += tl.where(most > 1, merge, 0.0)
+    limit = tl.maximum(share, 1.0)
+    largest_f64 = largest.to(tl.float64)
+    allowed = (largest_f64 <= limit) | ((items <= workers) & (largest_f64 <= limit * 2.0))
+    seconds = tl.where(allowed & (which < 10), seconds, float("inf"))
+    best = tl.min(seconds, 0)
+    return tl.max(tl.where(seconds == best, sizes, 0), 0), uniform
 
 
 @triton.jit(
@@ -136,6 +171,7 @@ def automatic_size(
         "kv_heads",
         "rows",
         "workers",
+        "neighbours",
     ],
     do_not_specialize_on_alignment=["seq_lens", "sizes", "firsts", "slots"],
 )
@@ -156,13 +192,19 @@ def count_kernel(
     token_seconds: tl.float64,
     launch_seconds: tl.float64,
     merge_seconds: tl.float64,
+    split_seconds: tl.float64,
+    alone: tl.float64,
+    together: tl.float64,
+    neighbours,
     MODE: tl.constexpr,
     WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     granule = granule.to(tl.int64)
+    even = batch > 0 if MODE != "split_size" else batch < 0
     if MODE == "automatic":
-        per_split = automatic_size(
+        per_split, even = automatic_size(
             seq_lens,
             batch,
             queries,
@@ -175,7 +217,12 @@ def count_kernel(
             token_seconds,
             launch_seconds,
             merge_seconds,
+            split_seconds,
+            alone,
+            together,
+            neighbours,
             WINDOW,
+            WINDOW_BLOCK,
             CHUNK,
         )
     items_before = tl.zeros([], tl.int32)
@@ -184,7 +231,7 @@ def count_kernel(
         request = chunk + tl.arange(0, CHUNK)
         there = request < batch
         _, anchor_end, _, _, granules = visible_granules(
-            seq_lens, request, there, queries, window, anchors, granule, WINDOW
+            seq_lens, request, there, queries, window, anchors, granule, WINDOW, WINDOW_BLOCK
         )
         if MODE == "whole":
             per_split = tl.maximum(granules, 1)
@@ -192,7 +239,7 @@ def count_kernel(
             per_split = tl.maximum(tl.cdiv(granules, requested), 1)
         elif MODE == "split_size":
             per_split = tl.zeros_like(granules) + requested
-        size, count = even_cuts(granules, per_split, MODE != "split_size")
+        size, count = cuts_of(granules, per_split, even)
         tl.store(sizes + request, size.to(tl.int32), mask=there)
         count = count.to(tl.int32) + (anchor_end > 0).to(tl.int32)
         items = tl.where(there, tl.maximum(count, 1), 0)
@@ -221,12 +268,13 @@ def fill_kernel(
     anchors,
     granule,
     WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0)
     granule = granule.to(tl.int64)
     length, anchor_end, start, first, granules = visible_granules(
-        seq_lens, request, request >= 0, queries, window, anchors, granule, WINDOW
+        seq_lens, request, request >= 0, queries, window, anchors, granule, WINDOW, WINDOW_BLOCK
     )
     size = tl.load(sizes + request).to(tl.int64)
     begin = tl.load(firsts + request)
@@ -286,7 +334,12 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
     seq_lens = call.cache.seq_lens.contiguous()
     buffer = torch.full((ITEM_FIELDS * capacity + batch + 1,), -1, dtype=torch.int32, device=device)
     on_device = DevicePlan.over(
-        buffer, batch, num_items=capacity, num_slots=capacity, max_slots=capacity
+        buffer,
+        batch,
+        num_items=capacity,
+        num_slots=capacity,
+        max_slots=capacity,
+        most_states=capacity,
     )
     if batch == 0:
         return [], on_device
@@ -303,6 +356,7 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
         "anchors": spec.anchor_tokens,
         "granule": plan.granule,
         "WINDOW": spec.sliding_window is not None,
+        "WINDOW_BLOCK": spec.window_block,
     }
     requested = plan.requested or 0
     if plan.mode is SplitMode.SPLIT_SIZE:
@@ -321,6 +375,10 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
             "token_seconds": token_seconds(spec, profile),
             "launch_seconds": profile.launch_seconds,
             "merge_seconds": profile.merge_seconds,
+            "split_seconds": profile.split_seconds,
+            "alone": profile.alone,
+            "together": profile.together,
+            "neighbours": profile.neighbours,
             "CHUNK": _CHUNK,
         },
         {"enable_fp_fusion": False},  # the host does not fuse either: same operations, same plan

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,11 +22,21 @@ class Launch:
     arguments: Mapping[str, object]
     options: Mapping[str, object] = field(default_factory=dict)
 
-    def run(self, device: torch.device) -> None:
-        """Launch on ``device``, which need not be the current one; no programs, no launch."""
-        if self.programs:
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                self.kernel[(self.programs,)](**self.arguments, **self.options)
+    def run(self, device: torch.device) -> object:
+        """Launch on ``device``, which need not be the current one; no programs, no launch.
+
+        Returns what triton does: the compiled kernel, or None.
+        """
+        if not self.programs:
+            return None
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self.kernel[(self.programs,)](**self.arguments, **self.options)
+
+
+@cache
+def early(device: torch.device) -> bool:
+    """Whether kernels start before the one in front of them has ended (compute capability 9.0)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...] | None:

@@ -2,7 +2,19 @@
 
 import triton.language as tl
 
-from splitkv.kernels_cuda.primitives import device_function
+from splitkv.kernels_cuda.primitives import across, device_function, down
+
+
+@device_function
+def window_start(position, window, WINDOW_BLOCK: tl.constexpr):
+    """Where the window of the row at ``position`` starts; 0 or less where it hides nothing.
+
+    In this order nothing overflows, and division may round a negative position either way.
+    """
+    start = position - window + 1
+    if WINDOW_BLOCK > 1:
+        start = position - position % WINDOW_BLOCK - (window - WINDOW_BLOCK)
+    return start
 
 
 @device_function
@@ -20,6 +32,7 @@ def tile_bounds(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
 ):
     """``(start, full_start, full_end, end)`` for rows at first_position to last_position.
 
@@ -37,10 +50,11 @@ def tile_bounds(
     if WINDOW:
         if opens_window != 0:
             # A shorter request's window starts earlier; anchors stop it, a split of their own.
-            start = tl.minimum(start, tl.maximum(length - most_queries - window + 1, anchors))
+            opens = window_start(length - most_queries, window, WINDOW_BLOCK)
+            start = tl.minimum(start, tl.maximum(opens, anchors))
         if start >= anchors:
-            start = tl.maximum(start, first_position - window + 1)
-        full_start = tl.maximum(start, last_position - window + 1)
+            start = tl.maximum(start, window_start(first_position, window, WINDOW_BLOCK))
+        full_start = tl.maximum(start, window_start(last_position, window, WINDOW_BLOCK))
     end = tl.maximum(end, start)
     full_start = tl.minimum(start + tl.cdiv(full_start - start, BLOCK_N) * BLOCK_N, end)
     full_end = full_start + tl.maximum(full_end - full_start, 0) // BLOCK_N * BLOCK_N
@@ -48,30 +62,49 @@ def tile_bounds(
 
 
 @device_function
-def tokens_seen(at, end, first_position, window, anchors, WINDOW: tl.constexpr):
+def tokens_seen(
+    at,
+    end,
+    first_position,
+    window,
+    anchors,
+    WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
+):
     """Whether some row sees token ``at`` [N], before ``end``: only such tokens are loaded."""
     seen = at < end
     if WINDOW:
-        seen &= (at > first_position - window) | (at < anchors)
+        seen &= (at >= window_start(first_position, window, WINDOW_BLOCK)) | (at < anchors)
     return seen
 
 
 @device_function
 def pairs_visible(
-    at, seen, position, asked, window, anchors, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
+    at,
+    seen,
+    position,
+    asked,
+    window,
+    anchors,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,
 ):
-    """Whether the row at ``position`` [M] sees token ``at`` [N]; [M, N]."""
-    visible = asked[:, None] & seen[None, :]
+    """Whether the row at ``position`` [..., M] sees token ``at`` [..., N]; [..., M, N]."""
+    visible = across(seen)
+    if asked is not None:
+        visible = down(asked) & visible
     if CAUSAL:
-        visible &= at[None, :] <= position[:, None]
+        visible &= across(at) <= down(position)
     if WINDOW:
-        visible &= (at[None, :] > position[:, None] - window) | (at < anchors)[None, :]
+        start = window_start(position, window, WINDOW_BLOCK)
+        visible &= (across(at) >= down(start)) | across(at < anchors)
     return visible
 
 
 @device_function
 def load_columns(rows, stride, at, masked_from, visible, other: tl.constexpr):
-    """Mask or bias [M, N] whose column 0 is token ``masked_from``; ``other`` where it is silent."""
+    """Mask or bias [..., M, N], ``other`` where it is silent; column 0 is token ``masked_from``."""
     column = at - masked_from
-    cells = rows[:, None] + column[None, :].to(tl.int64) * stride
-    return tl.load(cells, mask=visible & (column >= 0)[None, :], other=other)
+    cells = down(rows) + across(column).to(tl.int64) * stride
+    return tl.load(cells, mask=visible & across(column >= 0), other=other)

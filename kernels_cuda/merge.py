@@ -1,4 +1,4 @@
-"""The merge kernel: one program merges all partial states of one query head, in a fixed order.
+"""The merge kernel: a program merges all partial states of one query head, in a fixed order.
 
 The formulas stand in ``splitkv.common.state``. One state, or one among empty ones, comes out bit
 for bit: its weight is 1, and what is added to it is -0.0, the identity of addition.
@@ -11,11 +11,78 @@ from torch import Tensor
 
 from splitkv.common.call import DecodeCall
 from splitkv.common.state import PartialState
-from splitkv.kernels_cuda.launch import Launch, query_strides
+from splitkv.kernels_cuda.launch import Launch, early, query_strides
 from splitkv.kernels_cuda.plan import DevicePlan, device_offsets
-from splitkv.kernels_cuda.primitives import add_sink, finite_or_zero_top, loop_bound, narrow
+from splitkv.kernels_cuda.primitives import (
+    add_sink,
+    device_function,
+    finite_or_zero_top,
+    loop_bound,
+    narrow,
+    wait_for_splits,
+    weight_of,
+)
 from splitkv.kernels_cuda.states import Destination, Workspace
 from splitkv.kernels_cuda.tiles import power_of_two
+
+_MANY = 32
+"""More states than that are merged in larger blocks: each block waits for the one before it."""
+_FEW_ROWS = 16
+"""Of a request: several programs share a row then, since many states would take one too long."""
+
+
+@device_function
+def merge_states(
+    part_out,
+    part_lse,
+    part_top,
+    first,
+    last,
+    rows,
+    row,
+    dv,
+    DV: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
+):
+    """``(top, lse, out)`` of states ``first`` to ``last`` of a row; out [Dv], (-inf, -inf, 0) of
+    none.
+
+    Every state is weighted against the largest lse of its block and those before it.
+    """
+    top = tl.full([], float("-inf"), tl.float32)
+    best = top
+    totals = tl.zeros([BLOCK_STATES], tl.float32)
+    # from its bits: Triton makes +0.0 of the constant -0.0
+    minus_zero = tl.full([BLOCK_STATES, dv.shape[0]], 0x80000000, tl.uint32).to(
+        tl.float32, bitcast=True
+    )
+    summed = minus_zero
+    for start in tl.range(loop_bound(first), loop_bound(last), BLOCK_STATES):
+        state = start + tl.arange(0, BLOCK_STATES)
+        there = state < last
+        cell = state.to(tl.int64) * rows + row
+        state_top = tl.load(part_top + cell, mask=there, other=float("-inf"))
+        state_lse = tl.load(part_lse + cell, mask=there, other=float("-inf"))
+        values_at = part_out + cell[:, None] * DV + dv[None, :]
+        values = tl.load(values_at, mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+        top = tl.maximum(top, tl.max(state_top, 0))
+        new_best = tl.maximum(best, tl.max(state_lse, 0))
+        base = finite_or_zero_top(new_best)
+        decay = tl.where(best == new_best, 1.0, weight_of(best - base, True))
+        best = new_best
+        weight = weight_of(state_lse - base, True)
+        totals = totals * decay + weight
+        seen = state_lse != float("-inf")
+        summed = summed * decay + tl.where(seen[:, None], values * weight[:, None], minus_zero)
+    base = finite_or_zero_top(best)
+    total = tl.sum(totals, 0)
+    merged = tl.sum(summed, 0)
+
+    nothing = total == 0.0
+    divisor = tl.where(nothing, 1.0, total)
+    lse = tl.where(nothing, float("-inf"), tl.where(total == 1.0, base, base + tl.log(divisor)))
+    out = tl.where(nothing, 0.0, tl.where(total == 1.0, merged, merged / divisor))
+    return top, lse, out
 
 
 @triton.jit(
@@ -39,12 +106,17 @@ def merge_kernel(
     queries,
     heads,
     DV: tl.constexpr,
+    CHUNKS: tl.constexpr,  # programs that share a row
+    MANY: tl.constexpr,  # states from which on blocks are larger; 0: no row has so many
     BLOCK_STATES: tl.constexpr,
+    BLOCK_MANY: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     program = tl.program_id(0)
-    row = program % (queries * heads)
-    request = (program // (queries * heads)).to(tl.int64)
+    chunk = program % CHUNKS
+    row = program // CHUNKS % (queries * heads)
+    request = (program // CHUNKS // (queries * heads)).to(tl.int64)
     step = row // heads
     head = row % heads
     first = tl.zeros([], tl.int32)
@@ -52,6 +124,7 @@ def merge_kernel(
     if slots is not None:
         first = tl.load(slots + request)
         last = tl.load(slots + request + 1)
+    wait_for_splits(EARLY)
     if first == last:  # the split kernel has finished this request
         return
     query = step.to(tl.int64)
@@ -61,58 +134,26 @@ def merge_kernel(
         if query >= tl.load(cu_seqlens_q + request + 1):
             return
 
-    # The largest maximum and the largest lse, then every state weighted against the latter.
-    best_top = tl.full([BLOCK_STATES], float("-inf"), tl.float32)
-    best_lse = best_top
-    for start in tl.range(loop_bound(first), loop_bound(last), BLOCK_STATES):
-        state = start + tl.arange(0, BLOCK_STATES)
-        there = state < last
-        cell = state.to(tl.int64) * (queries * heads) + row
-        best_top = tl.maximum(best_top, tl.load(part_top + cell, mask=there, other=float("-inf")))
-        best_lse = tl.maximum(best_lse, tl.load(part_lse + cell, mask=there, other=float("-inf")))
-    merged_top = tl.max(best_top, 0)
-    base = finite_or_zero_top(tl.max(best_lse, 0))
-
-    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
-    totals = tl.zeros([BLOCK_STATES], tl.float32)
-    # from its bits: Triton makes +0.0 of the constant -0.0
-    minus_zero = tl.full([BLOCK_STATES, BLOCK_DV], 0x80000000, tl.uint32).to(
-        tl.float32, bitcast=True
-    )
-    summed = minus_zero
-    for start in tl.range(loop_bound(first), loop_bound(last), BLOCK_STATES):
-        state = start + tl.arange(0, BLOCK_STATES)
-        there = state < last
-        cell = state.to(tl.int64) * (queries * heads) + row
-        state_lse = tl.load(part_lse + cell, mask=there, other=float("-inf"))
-        values_at = part_out + cell[:, None] * DV + dv[None, :]
-        values = tl.load(values_at, mask=there[:, None] & (dv < DV)[None, :], other=0.0)
-        weight = tl.exp(state_lse - base)
-        totals += weight
-        seen = state_lse != float("-inf")
-        summed += tl.where(seen[:, None], values * weight[:, None], minus_zero)
-    total = tl.sum(totals, 0)
-    merged = tl.sum(summed, 0)
-
-    nothing = total == 0.0
-    divisor = tl.where(nothing, 1.0, total)
-    merged_lse = tl.where(
-        nothing, float("-inf"), tl.where(total == 1.0, base, base + tl.log(divisor))
-    )
-    merged = tl.where(nothing, 0.0, tl.where(total == 1.0, merged, merged / divisor))
+    dv = (chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)).to(tl.int64)
+    rows = queries * heads
+    if MANY > 0 and last - first > MANY:
+        merged_top, merged_lse, merged = merge_states(
+            part_out, part_lse, part_top, first, last, rows, row, dv, DV, BLOCK_MANY
+        )
+    else:
+        merged_top, merged_lse, merged = merge_states(
+            part_out, part_lse, part_top, first, last, rows, row, dv, DV, BLOCK_STATES
+        )
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         merged_lse, share = add_sink(merged_lse, sink)
         merged *= share
     head = head.to(tl.int64)
     if top is not None:
-        tl.store(
-            top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2],
-            merged_top,
-        )
-    tl.store(
-        lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2], merged_lse
-    )
+        top_at = top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2]
+        tl.store(top_at, merged_top, mask=chunk == 0)
+    lse_at = lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2]
+    tl.store(lse_at, merged_lse, mask=chunk == 0)
     out_row = out + request * out_strides[0] + query * out_strides[1] + head * out_strides[2]
     tl.store(out_row + dv * out_strides[3], narrow(merged, out.dtype.element_ty), mask=dv < DV)
 
@@ -129,7 +170,9 @@ def merge_launch(
     return _launch(
         workspace,
         destination,
-        programs=plan.batch * spec.num_queries * spec.num_q_heads,
+        rows=plan.batch * spec.num_queries * spec.num_q_heads,
+        few_rows=spec.num_queries * spec.num_q_heads <= _FEW_ROWS,
+        most_states=plan.most_states,
         slots=plan.slots,
         cu_seqlens_q=device_offsets(call),
         sinks=sinks,
@@ -158,7 +201,9 @@ def merge_stacked(states: PartialState) -> PartialState:
     launch = _launch(
         parts,
         flat,
-        programs=rows,
+        rows=rows,
+        few_rows=False,
+        most_states=states.lse.shape[0],
         slots=None,
         cu_seqlens_q=None,
         sinks=None,
@@ -171,13 +216,20 @@ def merge_stacked(states: PartialState) -> PartialState:
 
 
 def _launch(
-    parts: Workspace, destination: Destination, programs: int, **arguments: object
+    parts: Workspace,
+    destination: Destination,
+    rows: int,
+    few_rows: bool,
+    most_states: int,
+    **arguments: object,
 ) -> Launch:
     head_dim_v = parts.out.shape[-1]
-    block = power_of_two(head_dim_v)
+    padded_dim = power_of_two(head_dim_v)
+    block = min(padded_dim, 32) if few_rows else padded_dim
+    chunks = -(-head_dim_v // block)
     return Launch(
         merge_kernel,
-        programs,
+        rows * chunks,
         {
             "part_out": parts.out,
             "part_lse": parts.lse,
@@ -189,8 +241,13 @@ def _launch(
             "lse_strides": query_strides(destination.lse, 3),
             "top_strides": None if destination.top is None else query_strides(destination.top, 3),
             "DV": head_dim_v,
+            "CHUNKS": chunks,
+            "MANY": _MANY if most_states > _MANY else 0,
             "BLOCK_STATES": max(min(16, 4096 // block), 1),
+            "BLOCK_MANY": max(8192 // block, 1),
             "BLOCK_DV": block,
+            "EARLY": early(parts.out.device),
             **arguments,
         },
+        {"num_warps": 4, "launch_pdl": early(parts.out.device)},
     )

@@ -24,7 +24,7 @@ class DevicePlan:
     request has an item, if an empty one, so that every row of the output is written. Columns past
     the last item hold request -1. Partial states of request b lie in slots[b] to slots[b + 1].
     num_items, num_slots: how many there are, or an upper bound where the cuts were made on the
-    device; max_slots: how many slots there can be after a refresh.
+    device; max_slots: how many slots there can be after a refresh; most_states: of one request.
     """
 
     items: Tensor
@@ -32,6 +32,7 @@ class DevicePlan:
     num_items: int
     num_slots: int
     max_slots: int
+    most_states: int
 
     @property
     def capacity(self) -> int:
@@ -43,16 +44,30 @@ class DevicePlan:
 
     @classmethod
     def over(
-        cls, buffer: Tensor, batch: int, *, num_items: int, num_slots: int, max_slots: int
+        cls,
+        buffer: Tensor,
+        batch: int,
+        *,
+        num_items: int,
+        num_slots: int,
+        max_slots: int,
+        most_states: int,
     ) -> "DevicePlan":
         """Views of ``buffer``, int32 [5 * capacity + B + 1]."""
         capacity = (len(buffer) - batch - 1) // ITEM_FIELDS
         items, slots = buffer.split([ITEM_FIELDS * capacity, batch + 1])
-        return cls(items.view(ITEM_FIELDS, capacity), slots, num_items, num_slots, max_slots)
+        return cls(
+            items.view(ITEM_FIELDS, capacity), slots, num_items, num_slots, max_slots, most_states
+        )
 
     def refreshable(self) -> "DevicePlan":
         """The same memory, to be launched over all that a refreshed plan may come to hold."""
-        return replace(self, num_items=self.capacity, num_slots=self.max_slots)
+        return replace(
+            self,
+            num_items=self.capacity,
+            num_slots=self.max_slots,
+            most_states=self.max_slots,
+        )
 
 
 _buffers: WeakKeyDictionary[SplitPlan, dict[torch.device, Tensor]] = WeakKeyDictionary()
@@ -135,6 +150,7 @@ def _upload(plan: SplitPlan, device: torch.device) -> DevicePlan:
         num_items=num_items,
         num_slots=int(slots[-1]),
         max_slots=0 if whole else len(plan.request),
+        most_states=plan.max_splits,
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether the kernels run in Triton's interpreter; fixed when triton is imported."""
@@ -62,6 +64,38 @@ def loop_bound(x):
 
 
 @device_function
+def down(x):
+    """A number per row [..., M] as a column [..., M, 1] of a tile."""
+    return tl.expand_dims(x, -1)
+
+
+@device_function
+def across(x):
+    """A number per token [..., N] as a row [..., 1, N] of a tile."""
+    return tl.expand_dims(x, -2)
+
+
+@device_function
+def turned(tile):
+    """[..., N, D] as [..., D, N]."""
+    return tl.trans(tile) if len(tile.shape) == 2 else tl.permute(tile, (0, 2, 1))
+
+
+@device_function
+def let_merge_start(EARLY: tl.constexpr):
+    """The merge may be launched now, and wait (CUDA's programmatic dependent launch)."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@device_function
+def wait_for_splits(EARLY: tl.constexpr):
+    """All that the split kernel wrote is there. What was written before it was there already."""
+    if EARLY:
+        gdc_wait()
+
+
+@device_function
 def span(values, index, OFFSETS: tl.constexpr):
     """``(first, count)`` of one request, int64 and int32, by offsets [B + 1] or counts [B]."""
     if OFFSETS:
@@ -74,6 +108,108 @@ def span(values, index, OFFSETS: tl.constexpr):
 
 
 @device_function
+def table_entries(at, seen, request, block_table, table_strides, PAGE_SIZE: tl.constexpr):
+    """Page of each token ``at`` as the table has it, or ``request`` of a cache without pages.
+
+    Entries of unseen tokens are not loaded: they may be garbage, or past the table's end.
+    """
+    if PAGE_SIZE == 0:
+        page = request
+    else:
+        entries = block_table + request * table_strides[0]
+        block = at.to(tl.uint32) // PAGE_SIZE
+        page = tl.load(entries + block.to(tl.int64) * table_strides[1], mask=seen, other=0)
+    return page
+
+
+@device_function
+def fetch_table(start, end, request, block_table, table_strides, PAGE_SIZE: tl.constexpr):
+    """Have a split's part of the block table brought to the second-level cache.
+
+    Keys wait for their page, which the stream of other keys would have driven out.
+    """
+    if not INTERPRETED:
+        lines = start // PAGE_SIZE + tl.arange(0, 128) * 32  # 32 entries of int32 in 128 bytes
+        lines = tl.where(lines * PAGE_SIZE < end, lines, start // PAGE_SIZE)
+        entries = block_table + request * table_strides[0]
+        entries += lines.to(tl.int64) * table_strides[1]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [entries.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@device_function
+def token_offsets(
+    page, at, first, first_token, strides, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr
+):
+    """Elements from the cache's start to tokens ``at`` of the tile at ``first``, int64.
+
+    Products within a page, or a tile of a cache without pages, have 32 bits unless WIDE: those of
+    64 take three instructions.
+    """
+    if PAGE_SIZE == 0:
+        far = page * strides[0] + (first_token + first) * strides[1]
+        near = at - first
+    else:
+        far = page.to(tl.int64) * strides[0]
+        near = (at.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+    if WIDE:
+        near = near.to(tl.int64)
+    return far + near * strides[1]
+
+
+@device_function
+def aligned_offsets(
+    page, lead, within, strides, PAGE_SIZE: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr
+):
+    """``token_offsets`` of tokens ``lead`` [P] + ``within`` [n], where none of the P groups of n
+    leaves its ``page`` [P]: [n] of one part, else [P, n].
+    """
+    slot = (lead.to(tl.uint32) % PAGE_SIZE).to(tl.int64)
+    far = page.to(tl.int64) * strides[0] + slot * strides[1]
+    near = within
+    if WIDE:
+        near = near.to(tl.int64)
+    near = near * strides[1]
+    return far + near if PARTS == 1 else down(far) + near
+
+
+@device_function
+def load_rows(row, offsets, dim, seen, DIM: tl.constexpr, FULL: tl.constexpr):
+    """Keys or values [..., N, BLOCK_DIM]; 0 past DIM and where unseen. FULL: all are seen.
+
+    row: pointers [BLOCK_DIM] to where a token at offset 0 would lie; offsets: elements [..., N].
+    """
+    cells = row + down(offsets)
+    if FULL and dim.shape[0] == DIM:
+        tile = tl.load(cells)
+    elif dim.shape[0] == DIM:
+        tile = tl.load(cells, mask=down(seen), other=0.0)
+    elif FULL:
+        tile = tl.load(cells, mask=dim < DIM, other=0.0)
+    else:
+        tile = tl.load(cells, mask=down(seen) & (dim < DIM), other=0.0)
+    return tile
+
+
+@device_function
+def pages_of(at, seen, request, block_table, table_strides, PAGE_SIZE: tl.constexpr):
+    """``table_entries`` as int64."""
+    return table_entries(at, seen, request, block_table, table_strides, PAGE_SIZE).to(tl.int64)
+
+
+@device_function
+def rows_of(at, first_token, PAGE_SIZE: tl.constexpr):
+    """Slot of each token ``at`` in its page, or its row of the request (PAGE_SIZE 0); int64."""
+    return first_token + at.to(tl.int64) if PAGE_SIZE == 0 else (at % PAGE_SIZE).to(tl.int64)
+
+
+@device_function
 def locate(
     at,
     seen,
@@ -82,25 +218,10 @@ def locate(
     block_table,
     table_strides,
     PAGE_SIZE: tl.constexpr,
-    FULL: tl.constexpr,
 ):
-    """Where tokens ``at`` lie, as int64: page and slot in it, or request and row (PAGE_SIZE 0).
-
-    Unless all are seen (FULL), table entries of unseen tokens are not loaded: they may be garbage,
-    or past the table's end.
-    """
-    if PAGE_SIZE == 0:
-        page = request
-        row = first_token + at.to(tl.int64)
-    else:
-        entries = block_table + request * table_strides[0]
-        entries += (at // PAGE_SIZE).to(tl.int64) * table_strides[1]
-        if FULL:
-            page = tl.load(entries).to(tl.int64)
-        else:
-            page = tl.load(entries, mask=seen, other=0).to(tl.int64)
-        row = (at % PAGE_SIZE).to(tl.int64)
-    return page, row
+    """Where tokens ``at`` lie: page and slot in it, or request and row (PAGE_SIZE 0); int64."""
+    page = pages_of(at, seen, request, block_table, table_strides, PAGE_SIZE)
+    return page, rows_of(at, first_token, PAGE_SIZE)
 
 
 @device_function
@@ -113,14 +234,19 @@ def load_tile(
     BLOCK_DIM: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Keys or values [N, BLOCK_DIM] at ``tokens`` [N]; 0 past DIM and (unless FULL) if unseen."""
-    cells = tokens[:, None] + dim[None, :] * stride
+    """Keys or values [..., N, BLOCK_DIM] at ``tokens`` [..., N]; 0 past DIM and if unseen.
+
+    FULL: all are seen.
+    """
+    cells = down(tokens) + dim * stride
     if FULL and DIM == BLOCK_DIM:
         tile = tl.load(cells)
+    elif DIM == BLOCK_DIM:
+        tile = tl.load(cells, mask=down(seen), other=0.0)
     elif FULL:
-        tile = tl.load(cells, mask=(dim < DIM)[None, :], other=0.0)
+        tile = tl.load(cells, mask=dim < DIM, other=0.0)
     else:
-        tile = tl.load(cells, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
+        tile = tl.load(cells, mask=down(seen) & (dim < DIM), other=0.0)
     return tile
 
 
@@ -144,16 +270,78 @@ def finite_or_zero_top(top):
 
 
 @device_function
-def online_softmax(scores, top, total):
-    """A tile of scores [M, N] joins maximum and sum [M]: ``(weights, decay, top, total)``.
+def weight_of(x, EXACT: tl.constexpr):
+    """exp(x) for weights: what is below the smallest normal number becomes 0.
 
-    ``decay`` [M] is what the sums so far are to be multiplied by.
+    ``tl.exp`` keeps such numbers, for four instructions instead of one. Both round x * log2(e),
+    which float32 answers show; EXACT does not.
     """
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    if INTERPRETED:
+        return tl.exp(x)
+    if EXACT:
+        return libdevice.exp(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [x * 1.4426950408889634],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@device_function
+def online_softmax(scores, top, total, EXACT: tl.constexpr):
+    """``(weights, decay, top, total)``: scores [..., M, N] join maximum and sum [..., M].
+
+    ``decay`` [..., M] is what the sums so far are to be multiplied by.
+    """
+    tokens: tl.constexpr = len(scores.shape) - 1  # pyright: ignore[reportAssignmentType]
+    new_top = tl.maximum(top, tl.max(scores, tokens))
     base = finite_or_zero_top(new_top)
-    weights = tl.exp(scores - base[:, None])
-    decay = tl.exp(top - base)
-    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
+    weights = weight_of(scores - down(base), EXACT)
+    decay = weight_of(top - base, EXACT)
+    return weights, decay, new_top, total * decay + tl.sum(weights, tokens)
+
+
+@device_function
+def in_parts(x, PARTS: tl.constexpr):
+    """A number per row [M], to meet tiles [M, N] or, in several parts, [P, M, N / P]."""
+    return x if PARTS == 1 else x[None, :]
+
+
+@device_function
+def join_parts(top, total, summed, PARTS: tl.constexpr):
+    """P softmaxes as one: maximum and sum [P, M] and weighted values [P, M, Dv]; P is 2, 4 or 8."""
+    merged_top = tl.max(top, 0)
+    share = tl.exp(top - finite_or_zero_top(merged_top)[None, :])
+    # pairs in one thread add without the barriers of a sum over warps
+    parts = tl.permute(summed * down(share), (1, 2, 0))
+    for halving in tl.static_range(PARTS // 4):
+        left: tl.constexpr = PARTS >> (halving + 1)
+        pairs = tl.reshape(parts, (parts.shape[0], parts.shape[1], left, 2))
+        even, odd = tl.split(pairs)
+        parts = even + odd
+    even, odd = tl.split(parts)
+    return merged_top, tl.sum(total * share, 0), even + odd
+
+
+@device_function
+def keep_apart(values, visible):
+    """``(values, foreign)``: values [..., N, Dv] without NaN and infinities, and [..., M, Dv] what
+    the rows that see those are to have added.
+
+    A product would carry them to every row, since 0 * inf is NaN. A NaN stands in for an infinity
+    of either sign, whose sum it is.
+    """
+    wide = values.to(tl.float32)
+    finite = wide - wide == 0.0
+    seen = visible.to(values.dtype)
+    above = dot(seen, narrow(tl.where(finite | (wide < 0.0), 0.0, 1.0), values.dtype))
+    below = dot(seen, narrow(tl.where(finite | (wide > 0.0), 0.0, 1.0), values.dtype))
+    infinity = float("inf")
+    foreign = tl.where(above > 0.0, infinity, 0.0) + tl.where(below > 0.0, -infinity, 0.0)
+    return tl.where(finite, values, 0.0), foreign
 
 
 @device_function

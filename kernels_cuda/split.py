@@ -13,23 +13,42 @@ from torch import Tensor
 
 from splitkv.common.cache import Cache, PackedCache, PagedCache
 from splitkv.common.call import DecodeCall
-from splitkv.kernels_cuda.launch import Launch, broadcast_strides, query_strides
-from splitkv.kernels_cuda.masks import load_columns, pairs_visible, tile_bounds, tokens_seen
+from splitkv.kernels_cuda.launch import Launch, broadcast_strides, early, query_strides
+from splitkv.kernels_cuda.masks import tile_bounds, tokens_seen
 from splitkv.kernels_cuda.plan import DevicePlan, device_offsets, to_device
 from splitkv.kernels_cuda.primitives import (
-    add_sink,
+    aligned_offsets,
     dot,
-    load_tile,
-    locate,
+    down,
+    fetch_table,
+    in_parts,
+    join_parts,
+    keep_apart,
+    let_merge_start,
+    load_rows,
     loop_bound,
     narrow,
     normalise,
     online_softmax,
-    soft_cap,
+    rows_of,
     span,
+    table_entries,
+    token_offsets,
+    turned,
 )
+from splitkv.kernels_cuda.quantised import (
+    TOKEN,
+    scale_arguments,
+    scale_queries,
+    scale_sums,
+    scale_weights,
+    score_codes,
+    subtract_zero,
+    widen,
+)
+from splitkv.kernels_cuda.rows import finish_scores, load_item, store_answer, store_state
 from splitkv.kernels_cuda.states import Destination, Workspace
-from splitkv.kernels_cuda.tiles import padded, tile_for
+from splitkv.kernels_cuda.tiles import Tile, padded, rows_differ, tile_for
 
 _UNLIMITED = 2**31 - 2**16
 """A window or anchor count that hides nothing; larger ones would overflow 32-bit positions."""
@@ -58,6 +77,10 @@ _MOST_REGISTERS = 255
         "attn_bias",
         "attn_mask",
         "sinks",
+        "k_scale",
+        "k_zero",
+        "v_scale",
+        "v_zero",
     ],
 )
 def split_kernel(
@@ -72,6 +95,10 @@ def split_kernel(
     attn_bias,  # None, or [B, H, S, bias_columns]
     attn_mask,  # None, or uint8 [B, S, mask_columns]
     sinks,  # None, or [H]
+    k_scale,  # None, or as K_SCALE says
+    k_zero,  # None, or like k_scale
+    v_scale,
+    v_zero,
     out,  # [B, S, H, Dv] or [tokens, H, Dv]
     out_lse,  # [B, S, H] or [tokens, H]
     out_top,  # None, or like out_lse
@@ -85,6 +112,10 @@ def split_kernel(
     alibi_strides,
     bias_strides,
     mask_strides,
+    k_scale_strides,
+    k_zero_strides,
+    v_scale_strides,
+    v_zero_strides,
     out_strides,  # request, query, head, dim
     lse_strides,
     top_strides,
@@ -103,25 +134,33 @@ def split_kernel(
     DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: not paged
     PACKED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # no part of a tile lies in two pages
+    SAME_STRIDES: tl.constexpr,  # of k and v
+    WIDE_ROWS: tl.constexpr,  # a page, or a tile of a cache without pages, spans 2**31 elements
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr,  # 1: the window begins at any token
     SOFT_CAP: tl.constexpr,
+    CODES: tl.constexpr,  # the cache is quantised
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PARTS: tl.constexpr,  # of a tile's tokens, each with a softmax of its own; 1, or a warp each
+    ROWS_DIFFER: tl.constexpr,  # some token may be seen by one row of a tile and not by another
+    EARLY: tl.constexpr,
 ):
+    let_merge_start(EARLY)
     program = tl.program_id(0)
     row_tile = program % row_tiles
     kv_head = (program // row_tiles % kv_heads).to(tl.int64)
-    item = program // row_tiles // kv_heads
-    request = tl.load(items + item).to(tl.int64)
+    request, planned_start, planned_end, opens_window, slot = load_item(
+        items, program // row_tiles // kv_heads, capacity
+    )
     if request < 0:  # the plan has fewer items than its capacity
         return
-    planned_start = tl.load(items + capacity + item)
-    planned_end = tl.load(items + 2 * capacity + item)
-    opens_window = tl.load(items + 3 * capacity + item)
-    slot = tl.load(items + 4 * capacity + item).to(tl.int64)
 
     first_token, length = span(seq_lens, request, PACKED)
     first_query = tl.zeros([], tl.int64)
@@ -149,12 +188,14 @@ def split_kernel(
         CAUSAL,
         WINDOW,
         BLOCK_N,
+        WINDOW_BLOCK,
     )
 
+    if PAGE_SIZE > 0:
+        fetch_table(start, end, request, block_table, table_strides, PAGE_SIZE)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     step = rows // GROUP
     asked = step < queries
-    position = length - queries + step
     query = first_query + step
     head = kv_head * GROUP + rows % GROUP
     d = tl.arange(0, BLOCK_D).to(tl.int64)
@@ -163,81 +204,267 @@ def split_kernel(
     q_rows = q + request * q_strides[0] + query * q_strides[1] + head * q_strides[2]
     q_mask = asked[:, None] & (d < D)[None, :]
     q_tile = tl.load(q_rows[:, None] + d[None, :] * q_strides[3], mask=q_mask, other=0.0)
+    k_row = k + kv_head * k_strides[2] + d * k_strides[3]
+    v_row = v + kv_head * v_strides[2] + dv * v_strides[3]
+    each_row = in_parts(asked, PARTS) if ROWS_DIFFER else None
+    position = in_parts(length - queries + step, PARTS)
+    slope = None
+    score_scale = sm_scale
+    if CODES:
+        q_tile, rest, factor, shift = scale_queries(
+            q_tile,
+            sm_scale,
+            k_scale,
+            k_zero,
+            k_scale_strides,
+            k_zero_strides,
+            request,
+            kv_head,
+            d,
+            D,
+            K_SCALE,
+        )
+        factor, shift = in_parts(factor, PARTS), in_parts(shift, PARTS)
+        score_scale = 1.0
     if alibi_slopes is not None:
         slopes = alibi_slopes + request * alibi_strides[0] + head * alibi_strides[1]
-        slope = tl.load(slopes, mask=asked, other=0.0).to(tl.float32)
+        slope = in_parts(tl.load(slopes, mask=asked, other=0.0).to(tl.float32), PARTS)
+    bias_rows = None
     if attn_bias is not None:
         bias_rows = attn_bias + request * bias_strides[0] + head * bias_strides[1]
-        bias_rows += step.to(tl.int64) * bias_strides[2]
+        bias_rows = in_parts(bias_rows + step.to(tl.int64) * bias_strides[2], PARTS)
+    mask_rows = None
     if attn_mask is not None:
         mask_rows = attn_mask + request * mask_strides[0] + step.to(tl.int64) * mask_strides[1]
+        mask_rows = in_parts(mask_rows, PARTS)
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    summed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if PARTS == 1:
+        tokens = tl.arange(0, BLOCK_N)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        summed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    else:
+        tokens = tl.reshape(tl.arange(0, BLOCK_N), (PARTS, BLOCK_N // PARTS))
+        top = tl.full([PARTS, BLOCK_M], float("-inf"), tl.float32)
+        summed = tl.zeros([PARTS, BLOCK_M, BLOCK_DV], tl.float32)
+        q_tile = tl.broadcast_to(q_tile[None, :, :], (PARTS, BLOCK_M, BLOCK_D))
+        if CODES:
+            rest = tl.broadcast_to(rest[None, :, :], (PARTS, BLOCK_M, BLOCK_D))
+    leads = tokens  # the tokens whose pages are looked up
+    if ALIGNED:
+        leads = tl.arange(0, PARTS) * (BLOCK_N // PARTS)
+        within = tl.arange(0, BLOCK_N // PARTS)
+    PAGED_AHEAD: tl.constexpr = PAGE_SIZE > 0
+    EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
+    total = tl.zeros_like(top)
+    drift = tl.zeros_like(top)
+
     # Tiles at either edge (phases 0 and 2) need masks; between them every row sees every token.
+    # Where all rows see the same tokens, masks cost too little for a loop of its own.
     bounds = (start, full_start, full_end, end)
-    FIRST_PHASE: tl.constexpr = 0 if WINDOW else 1
+    FIRST_PHASE: tl.constexpr = 0 if WINDOW else (1 if ROWS_DIFFER else 2)
+    if FIRST_PHASE == 2:
+        bounds = (start, start, start, end)
     for phase in tl.static_range(FIRST_PHASE, 3):
         phase_end = bounds[phase + 1]
+        # The pages of the next tile are loaded ahead: else its keys would wait for them.
+        if PAGED_AHEAD and (phase == 1 or FIRST_PHASE == 2):
+            lead = bounds[phase] + leads
+            next_page = table_entries(
+                lead, lead < phase_end, request, block_table, table_strides, PAGE_SIZE
+            )
         for first in tl.range(loop_bound(bounds[phase]), loop_bound(phase_end), BLOCK_N):
-            at = first + tl.arange(0, BLOCK_N)
+            at = first + tokens
             seen = tokens_seen(
-                at, phase_end, first_position, window, anchors, WINDOW and phase != 1
+                at,
+                phase_end,
+                first_position,
+                window,
+                anchors,
+                WINDOW and phase != 1,
+                WINDOW_BLOCK,
             )
-            page, row = locate(
-                at, seen, request, first_token, block_table, table_strides, PAGE_SIZE, phase == 1
+            if PAGED_AHEAD and (phase == 1 or FIRST_PHASE == 2):
+                page = next_page
+                lead = first + BLOCK_N + leads
+                next_page = table_entries(
+                    lead, lead < phase_end, request, block_table, table_strides, PAGE_SIZE
+                )
+            else:
+                lead = first + leads
+                page = table_entries(
+                    first + leads,
+                    lead < phase_end if ALIGNED else seen,
+                    request,
+                    block_table,
+                    table_strides,
+                    PAGE_SIZE,
+                )
+            if ALIGNED:
+                offsets = aligned_offsets(
+                    page, first + leads, within, k_strides, PAGE_SIZE, PARTS, WIDE_ROWS
+                )
+            else:
+                offsets = token_offsets(
+                    page, at, first, first_token, k_strides, PAGE_SIZE, WIDE_ROWS
+                )
+            keys = load_rows(k_row, offsets, d, seen, D, phase == 1)
+            if CODES:
+                row = rows_of(at, first_token, PAGE_SIZE)
+                if ALIGNED and PARTS > 1:
+                    page = down(page)
+                products = score_codes(
+                    q_tile,
+                    rest,
+                    keys,
+                    factor,
+                    shift,
+                    k_scale,
+                    k_zero,
+                    k_scale_strides,
+                    k_zero_strides,
+                    request,
+                    page,
+                    row,
+                    kv_head,
+                    seen,
+                    d,
+                    D,
+                    K_SCALE,
+                )
+            else:
+                products = dot(q_tile, turned(keys))
+            scores, visible = finish_scores(
+                products,
+                at,
+                seen,
+                position,
+                each_row,
+                slope,
+                bias_rows,
+                mask_rows,
+                bias_strides,
+                mask_strides,
+                bias_from,
+                mask_from,
+                score_scale,
+                cap,
+                window,
+                anchors,
+                CAUSAL,
+                WINDOW,
+                WINDOW_BLOCK,
+                SOFT_CAP,
+                phase == 1,
             )
-
-            k_tokens = k + page * k_strides[0] + row * k_strides[1] + kv_head * k_strides[2]
-            keys = load_tile(k_tokens, d, k_strides[3], seen, D, BLOCK_D, phase == 1)
-            scores = dot(q_tile, tl.trans(keys)) * sm_scale
-            if SOFT_CAP:
-                scores = soft_cap(scores, cap)
-            if alibi_slopes is not None:
-                scores += slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
-            if phase != 1:
-                visible = pairs_visible(at, seen, position, asked, window, anchors, CAUSAL, WINDOW)
-                if attn_mask is not None:
-                    visible &= (
-                        load_columns(mask_rows, mask_strides[2], at, mask_from, visible, 1) != 0
-                    )
-                if attn_bias is not None:
-                    bias = load_columns(bias_rows, bias_strides[3], at, bias_from, visible, 0.0)
-                    bias = bias.to(tl.float32)
-                    scores += bias
-                    visible &= bias != float("-inf")
-                scores = tl.where(visible, scores, float("-inf"))
-                if attn_mask is not None or attn_bias is not None:
-                    seen = tl.max(visible.to(tl.int32), 0) != 0
-            weights, decay, top, total = online_softmax(scores, top, total)
+            if phase != 1 and (attn_mask is not None or attn_bias is not None):
+                seen = tl.max(visible.to(tl.int32), len(visible.shape) - 2) != 0
+            weights, decay, top, total = online_softmax(scores, top, total, EXACT)
 
             # A weight of 0 does not silence a NaN: values that no row sees are not loaded.
-            v_tokens = v + page * v_strides[0] + row * v_strides[1] + kv_head * v_strides[2]
-            values = load_tile(v_tokens, dv, v_strides[3], seen, DV, BLOCK_DV, phase == 1)
-            summed = dot(narrow(weights, values.dtype), values, summed * decay[:, None])
+            if not SAME_STRIDES and ALIGNED:
+                offsets = aligned_offsets(
+                    page, first + leads, within, v_strides, PAGE_SIZE, PARTS, WIDE_ROWS
+                )
+            elif not SAME_STRIDES:
+                offsets = token_offsets(
+                    page, at, first, first_token, v_strides, PAGE_SIZE, WIDE_ROWS
+                )
+            values = load_rows(v_row, offsets, dv, seen, DV, phase == 1)
+            summed *= down(decay)
+            if CODES:
+                values = widen(values, q_tile.dtype, True)
+                if EXACT and v_zero is not None:
+                    values = subtract_zero(
+                        values,
+                        v_zero,
+                        v_zero_strides,
+                        request,
+                        page,
+                        row,
+                        kv_head,
+                        seen,
+                        dv,
+                        DV,
+                        V_SCALE,
+                    )
+                weights, unit, drift = scale_weights(
+                    weights,
+                    drift * decay,
+                    v_scale,
+                    None if EXACT else v_zero,
+                    v_scale_strides,
+                    v_zero_strides,
+                    page,
+                    row,
+                    kv_head,
+                    seen,
+                    q_tile.dtype,
+                    V_SCALE,
+                )
+            if ROWS_DIFFER and phase != 1 and v.dtype.element_ty != tl.int8:  # int8 has no NaN
+                values, foreign = keep_apart(values, visible)
+                summed += foreign
+            if CODES and V_SCALE == TOKEN:
+                summed += dot(weights, values) * unit
+            elif CODES:
+                summed = dot(weights, values, summed)
+            else:
+                summed = dot(narrow(weights, values.dtype), values, summed)
 
-    lse, result = normalise(top, total, summed)
-    written = asked[:, None] & (dv < DV)[None, :]
-    if slot >= 0:
-        state = (slot * most_queries + step) * (kv_heads * GROUP) + head
-        tl.store(part_top + state, top, mask=asked)
-        tl.store(part_lse + state, lse, mask=asked)
-        tl.store(part_out + state[:, None] * DV + dv[None, :], result, mask=written)
-        return
-    if sinks is not None:
-        lse, share = add_sink(lse, tl.load(sinks + head, mask=asked, other=0.0).to(tl.float32))
-        result *= share[:, None]
-    if out_top is not None:
-        top_rows = (
-            out_top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2]
+    if CODES:
+        summed = scale_sums(
+            summed,
+            drift,
+            v_scale,
+            None if EXACT else v_zero,
+            v_scale_strides,
+            v_zero_strides,
+            request,
+            kv_head,
+            dv,
+            DV,
+            V_SCALE,
         )
-        tl.store(top_rows, top, mask=asked)
-    lse_rows = out_lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2]
-    tl.store(lse_rows, lse, mask=asked)
-    out_rows = out + request * out_strides[0] + query * out_strides[1] + head * out_strides[2]
-    out_tile = out_rows[:, None] + dv[None, :] * out_strides[3]
-    tl.store(out_tile, narrow(result, out.dtype.element_ty), mask=written)
+    if PARTS > 1:
+        top, total, summed = join_parts(top, total, summed, PARTS)
+    lse, result = normalise(top, total, summed)
+    if slot >= 0:
+        heads = kv_heads * GROUP
+        first_row = slot * most_queries * heads
+        store_state(
+            part_out,
+            part_lse,
+            part_top,
+            first_row,
+            step,
+            head,
+            heads,
+            asked,
+            dv,
+            top,
+            lse,
+            result,
+            DV,
+        )
+        return
+    store_answer(
+        out,
+        out_lse,
+        out_top,
+        sinks,
+        out_strides,
+        lse_strides,
+        top_strides,
+        request,
+        query,
+        head,
+        asked,
+        dv,
+        top,
+        lse,
+        result,
+        DV,
+    )
 
 
 def split_launch(
@@ -269,6 +496,7 @@ def split_launch(
             "attn_bias": call.attn_bias,
             "attn_mask": mask,
             "sinks": sinks,
+            **scale_arguments(call),
             "out": destination.out,
             "out_lse": destination.lse,
             "out_top": destination.top,
@@ -302,16 +530,38 @@ def split_launch(
             "DV": spec.head_dim_v,
             "PAGE_SIZE": cache.page_size or 0,
             "PACKED": isinstance(cache, PackedCache),
+            "ALIGNED": _aligned(call, tile),
+            "SAME_STRIDES": k_strides == v_strides,
+            "WIDE_ROWS": _wide_rows(k_strides, v_strides, cache.page_size or tile.tokens),
             "CAUSAL": spec.causal and spec.num_queries > 1,
             "WINDOW": spec.sliding_window is not None,
+            "WINDOW_BLOCK": min(spec.window_block, _UNLIMITED),
             "SOFT_CAP": spec.logits_soft_cap is not None,
             "BLOCK_M": tile.rows,
             "BLOCK_N": tile.tokens,
             "BLOCK_D": padded(spec.head_dim),
             "BLOCK_DV": padded(spec.head_dim_v),
+            "PARTS": tile.parts,
+            "ROWS_DIFFER": rows_differ(spec, tile.rows),
+            "EARLY": early(device),
         },
-        {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": _MOST_REGISTERS},
+        {
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "maxnreg": _MOST_REGISTERS,
+        },
     )
+
+
+def _aligned(call: DecodeCall, tile: Tile) -> bool:
+    """Whether splits begin where pages do, and a part of a tile divides a page."""
+    page_size = call.cache.page_size
+    free = call.spec.sliding_window is not None or call.kv_start is not None
+    return page_size is not None and not free and page_size % (tile.tokens // tile.parts) == 0
+
+
+def _wide_rows(k_strides: tuple[int, ...], v_strides: tuple[int, ...], rows: int) -> bool:
+    return rows * max(abs(k_strides[1]), abs(v_strides[1])) >= 2**31
 
 
 def _cache_strides(cache: Cache) -> tuple[tuple[int, ...], tuple[int, ...]]:

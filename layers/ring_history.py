@@ -23,7 +23,8 @@ class RingHistory:
     written to, so layers may share them; take ``history.cache``, which has lengths of its own, anew
     after each ``append`` and ``trim``. Of tokens that the cache comes with, those in the newest
     ring_blocks blocks and in pinned ones count as held. The pages are this history's alone.
-    sliding_window: W. anchor_tokens: the first tokens, visible always, which pinned blocks hold.
+    sliding_window: W, of a window of blocks too, which reaches no further back. anchor_tokens: the
+    first tokens, visible always, which pinned blocks hold.
 
     Raises:
         ValueError: not a ``RingCache``, lengths on a device or above its max_seq_len, a ring too

@@ -20,6 +20,7 @@ class Memory(Enum):
     STRIDED = "the last dimension has stride 2"
     FAR = "the pool has more than 2**31 elements and the used pages are its last"
     RING = "pages are reused in a circle, so that what left the window is overwritten"
+    LATENT = "V is the view of K's first columns, as in absorbed MLA"
 
 
 class Size(Enum):

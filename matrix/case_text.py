@@ -189,16 +189,18 @@ def _meaning_faults(case: Case) -> Iterator[str]:
         yield "memory=far and memory=ring need pages"
     if case.memory is Memory.RING and spec.sliding_window is None:
         yield "memory=ring needs a window"
+    if case.memory is Memory.LATENT and spec.head_dim_v > spec.head_dim:
+        yield "memory=latent needs head_dim_v of at most head_dim"
 
 
 def _plain_pages(spec: DecodeSpec) -> bool:
-    extras = (spec.alibi, spec.attn_bias, spec.attn_mask, spec.k_scale, spec.v_scale)
+    extras = (spec.kv_start, spec.alibi, spec.attn_bias, spec.attn_mask, spec.k_scale, spec.v_scale)
     return spec.layout.paged and not spec.packed_queries and not any(extras)
 
 
 def _mergeable(case: Case) -> bool:
     spec = case.spec
-    by_place = (spec.sliding_window, spec.alibi, spec.attn_bias, spec.attn_mask)
+    by_place = (spec.sliding_window, spec.kv_start, spec.alibi, spec.attn_bias, spec.attn_mask)
     return (
         case.returns_state
         and spec.layout.paged

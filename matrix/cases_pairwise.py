@@ -23,7 +23,7 @@ from splitkv.matrix.pairwise import Axis, Never, Row, Space, Takes, extended
 from splitkv.matrix.pairwise_rows import ROWS
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-WINDOW, ANCHORS = 37, 5
+WINDOW, ANCHORS, BLOCK = 37, 5, 12
 _QUERY_COUNTS = (1, 4, 0, 2)
 """Of ragged requests, in turn."""
 
@@ -54,7 +54,9 @@ _VALUES: dict[str, dict[str, dict[str, Any]]] = {
         "unlimited": {},
         "window": {"sliding_window": WINDOW},
         "anchored": {"sliding_window": WINDOW, "anchor_tokens": ANCHORS},
+        "blocks": {"sliding_window": 3 * BLOCK, "window_block": BLOCK},
     },
+    "beginning": {"from-0": {}, "later": {"kv_start": True}},
     "soft cap": {"uncapped": {}, "cap": {"logits_soft_cap": 20.0}},
     "slopes": {
         "flat": {},
@@ -97,13 +99,19 @@ _VALUES: dict[str, dict[str, dict[str, Any]]] = {
         "k-one": {"k_scale": ScaleKind.TENSOR},
         "k-head": {"k_scale": ScaleKind.HEAD},
         "k-request": {"k_scale": ScaleKind.REQUEST_HEAD},
+        "k-token": {"k_scale": ScaleKind.TOKEN},
+        "k-channel": {"k_scale": ScaleKind.CHANNEL},
     },
     "scale of v": {
         "v-bare": {},
         "v-one": {"v_scale": ScaleKind.TENSOR},
         "v-head": {"v_scale": ScaleKind.HEAD},
         "v-request": {"v_scale": ScaleKind.REQUEST_HEAD},
+        "v-token": {"v_scale": ScaleKind.TOKEN},
+        "v-channel": {"v_scale": ScaleKind.CHANNEL},
     },
+    "zero of k": {"k-symmetric": {}, "k-zero": {"k_zero": True}},
+    "zero of v": {"v-symmetric": {}, "v-zero": {"v_zero": True}},
     "splits": {
         "auto": {},
         "cut3": {"num_splits": 3},
@@ -124,6 +132,7 @@ is in ``case_of``. The order counts: ids follow from it.
 
 _PAGES, _TABLED = ("p128", "p64", "p16", "p1"), ("nhd", "hnd")
 _UNTABLED = ("bsnd", "bnsd", "packed")
+_SYMMETRIC = ("same", "e4m3", "e5m2")
 NEVER = (
     Never("layout", _TABLED, "page size", ("pageless",), "a block table needs pages of a size"),
     Never("layout", _UNTABLED, "page size", _PAGES, "dense and packed caches have no pages"),
@@ -134,16 +143,20 @@ NEVER = (
         "cache dtype",
         ("same",),
         "scale of k",
-        ("k-one", "k-head", "k-request"),
+        ("k-one", "k-head", "k-request", "k-token", "k-channel"),
         "scales belong to quantised caches",
     ),
     Never(
         "cache dtype",
         ("same",),
         "scale of v",
-        ("v-one", "v-head", "v-request"),
+        ("v-one", "v-head", "v-request", "v-token", "v-channel"),
         "scales belong to quantised caches",
     ),
+    Never("cache dtype", _SYMMETRIC, "zero of k", ("k-zero",), "8-bit floats are symmetric"),
+    Never("cache dtype", _SYMMETRIC, "zero of v", ("v-zero",), "8-bit floats are symmetric"),
+    Never("scale of k", ("k-bare",), "zero of k", ("k-zero",), "a zero point has a scale"),
+    Never("scale of v", ("v-bare",), "zero of v", ("v-zero",), "a zero point has a scale"),
     Never("sinks", ("sinks",), "result", ("state",), "a state never holds a sink"),
 )
 

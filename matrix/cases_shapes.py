@@ -14,6 +14,7 @@ BSND, BNSD, PACKED, HND = Layout.BSND, Layout.BNSD, Layout.PACKED, Layout.HND
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 ONE, BY_HEAD, BY_REQUEST = ScaleKind.TENSOR, ScaleKind.HEAD, ScaleKind.REQUEST_HEAD
+BY_TOKEN, BY_CHANNEL = ScaleKind.TOKEN, ScaleKind.CHANNEL
 
 LENGTHS = (
     make("lengths-ragged", "several pages, one token, nothing, a ragged rest", RAGGED),
@@ -87,6 +88,42 @@ HEADS = (
     make("group-64", "G 64", PAIR, num_q_heads=64, num_kv_heads=1),
 )
 
+_LATENT = {
+    "num_kv_heads": 1,
+    "head_dim": 576,
+    "head_dim_v": 512,
+    "page_size": 64,
+    "memory": Memory.LATENT,
+}
+LATENT = (
+    make("mla-16", "absorbed MLA, 16 heads of one rank", (130, 0, 33), num_q_heads=16, **_LATENT),
+    make(
+        "mla-64-window",
+        "64 heads behind a window",
+        (200, 0, 31),
+        num_q_heads=64,
+        sliding_window=100,
+        **_LATENT,
+    ),
+    make("mla-128", "DeepSeek V3 on one device", (193, 0, 64, 1), num_q_heads=128, **_LATENT),
+    make(
+        "mla-128-splits",
+        "the same in splits",
+        (300, 0, 65),
+        num_q_heads=128,
+        num_splits=3,
+        **_LATENT,
+    ),
+    make(
+        "mla-128-two-queries",
+        "the same with a drafted token",
+        (140, 0, 2),
+        num_q_heads=128,
+        num_queries=2,
+        **_LATENT,
+    ),
+)
+
 PAGES = (
     make("page-1", "one token per page", PAIR, page_size=1),
     make("page-3", "pages of 3, no power of two", PAIR, page_size=3),
@@ -111,4 +148,51 @@ DTYPES = (
     make("scales-head-int8", "int8 by head", PAIR, kv_dtype=INT8, scales=BY_HEAD),
     make("scales-request-int8", "int8 by request and head", PAIR, kv_dtype=INT8, scales=BY_REQUEST),
     make("scales-k-only", "keys scaled, values not", PAIR, kv_dtype=INT8, k_scale=BY_HEAD),
+    make("scales-token-int8", "int8 by token", PAIR, kv_dtype=INT8, scales=BY_TOKEN),
+    make("scales-token-e4m3", "float8 e4m3 by token", PAIR, kv_dtype=E4M3, scales=BY_TOKEN),
+    make("scales-channel-int8", "int8 by channel", PAIR, kv_dtype=INT8, scales=BY_CHANNEL),
+    make(
+        "scales-channel-token",
+        "keys by channel, values by token, both with zero points, behind a window",
+        RAGGED,
+        kv_dtype=INT8,
+        k_scale=BY_CHANNEL,
+        v_scale=BY_TOKEN,
+        k_zero=True,
+        v_zero=True,
+        sliding_window=100,
+        layout=Layout.HND,
+    ),
+    make(
+        "zeros-one-int8",
+        "one zero point, several queries",
+        PAIR,
+        kv_dtype=INT8,
+        scales=ONE,
+        k_zero=True,
+        v_zero=True,
+        num_queries=4,
+    ),
+    make(
+        "zeros-request-int8",
+        "zero points of request and head, in splits",
+        PAIR,
+        kv_dtype=INT8,
+        scales=BY_REQUEST,
+        k_zero=True,
+        v_zero=True,
+        num_splits=3,
+        dtype=FP32,
+    ),
+    make(
+        "zeros-token-int8",
+        "zero points by token in a dense cache",
+        PAIR,
+        kv_dtype=INT8,
+        scales=BY_TOKEN,
+        k_zero=True,
+        v_zero=True,
+        layout=Layout.BNSD,
+        dtype=FP16,
+    ),
 )

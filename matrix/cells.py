@@ -1,7 +1,7 @@
 """Rows of the support matrix, and what a cell may say: declarations times recorded runs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -213,6 +213,21 @@ def cell(row: Row, backend: Backend, evidence: Iterable[Evidence], cases: Sequen
         if found := tuple(entry for entry in standing if entry.passed):
             return Cell(_WORDS[kind], found)
     return Cell(Word.DECLARED)
+
+
+def of_today(evidence: Iterable[Evidence], sources: Mapping[str, str]) -> tuple[Evidence, ...]:
+    """``evidence`` as cells take it: without failures of sources that have changed since.
+
+    Whether these are mended, the next run says; the runs' table lists them until then.
+    """
+    return tuple(
+        entry
+        if entry.sources == sources[entry.backend]
+        else replace(
+            entry, runs=tuple(run for run in entry.runs if run.outcome is not Outcome.FAILED)
+        )
+        for entry in evidence
+    )
 
 
 def current_runs(evidence: Evidence, cases: Iterable[Case]) -> list[Run]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from splitkv.common.spec import ScaleKind
-from splitkv.matrix.case import Case
+from splitkv.matrix.case import Case, Memory
 from splitkv.matrix.fixtures import recorded
 
 
@@ -24,7 +24,8 @@ class Request:
     """One request in logical order.
 
     q: [S, H, D]; k: [L, K, D]; v: [L, K, Dv]; bias: [H or 1, largest S, n]; mask: [largest S, n];
-    slopes: [H]; k_scale, v_scale: [1] or [K].
+    start: [], the first visible position; slopes: [H]; k_scale, v_scale, k_zero, v_zero: [1], [K],
+    per token [L, K, 1], or per channel [K, D or Dv].
     """
 
     q: Tensor
@@ -32,9 +33,12 @@ class Request:
     v: Tensor
     bias: Tensor | None
     mask: Tensor | None
+    start: Tensor | None
     slopes: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    k_zero: Tensor | None
+    v_zero: Tensor | None
 
 
 def raw(seed: int, case: str, name: str, count: int) -> npt.NDArray[np.uint64]:
@@ -73,17 +77,22 @@ def request(case: Case, seed: int, index: int) -> Request:
         )
         q = q * case.q_gain
     k, v = codes(k, spec.cache_dtype), codes(v, spec.cache_dtype)
+    if case.memory is Memory.LATENT:
+        v = k[..., : spec.head_dim_v]
     if case.nan is not None and index == 0:
         {"k": k, "v": v}[case.nan][length - 1, 0, 0] = math.nan
+    scales = {name: _scale(case, seed, name, index) for name in ("k_scale", "v_scale")}
+    zeros = {name: _zero(case, seed, name, index) for name in ("k_zero", "v_zero")}
     return Request(
         q.to(spec.dtype),
         k,
         v,
         bias=_bias(case, seed, index if case.bias_batch else None) if spec.attn_bias else None,
         mask=_mask(case, seed, index) if spec.attn_mask else None,
+        start=_start(case, seed, index) if spec.kv_start else None,
         slopes=_slopes(case, seed, index) if spec.alibi else None,
-        k_scale=_scale(case, seed, "k_scale", spec.k_scale, index),
-        v_scale=_scale(case, seed, "v_scale", spec.v_scale, index),
+        **scales,
+        **zeros,
     )
 
 
@@ -92,9 +101,22 @@ def codes(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values * 36).round().to(dtype) if dtype == torch.int8 else values.to(dtype)
 
 
+def dequantised(codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
+    """The values [L, K, D] of one request's ``codes``, float64; scale and zero as ``Request`` has
+    them.
+    """
+    values = codes.double()
+    values = values if zero is None else values - _to_rows(zero)
+    return values if scale is None else values * _to_rows(scale)
+
+
+def _to_rows(numbers: Tensor) -> Tensor:
+    return numbers.double()[:, None] if numbers.ndim == 1 else numbers.double()
+
+
 def shared(kind: ScaleKind | None) -> bool:
     """Whether all requests have the same scale."""
-    return kind is not ScaleKind.REQUEST_HEAD
+    return kind not in (ScaleKind.REQUEST_HEAD, ScaleKind.TOKEN)
 
 
 def digest(case: Case, seed: int) -> str:
@@ -104,23 +126,54 @@ def digest(case: Case, seed: int) -> str:
         drawn = request(case, seed, index)
         for name in Request.__slots__:
             if (tensor := getattr(drawn, name)) is not None:
-                found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+                found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:12]
 
 
-def _scale(case: Case, seed: int, name: str, kind: ScaleKind | None, index: int) -> Tensor | None:
+def _scale(case: Case, seed: int, name: str, index: int) -> Tensor | None:
+    kind: ScaleKind | None = getattr(case.spec, name)
     if kind is None:
         return None
-    count = 1 if kind is ScaleKind.TENSOR else case.spec.num_kv_heads
     own = f"{name}{'' if shared(kind) else index}"
     unit = 1 / 36 if case.spec.cache_dtype == torch.int8 else 1.0
-    return ((0.5 + uniform(seed, case.id, own, count)) * unit).float()
+    shape = _scale_shape(case, name, kind, index)
+    return ((0.5 + uniform(seed, case.id, own, *shape)) * unit).float()
+
+
+def _zero(case: Case, seed: int, name: str, index: int) -> Tensor | None:
+    """About one standard deviation of the codes to either side; not whole."""
+    kind: ScaleKind | None = getattr(case.spec, f"{name[0]}_scale")
+    if kind is None or not getattr(case.spec, name):
+        return None
+    own = f"{name}{'' if shared(kind) else index}"
+    shape = _scale_shape(case, name, kind, index)
+    return (72 * uniform(seed, case.id, own, *shape) - 36).float()
+
+
+def _scale_shape(case: Case, name: str, kind: ScaleKind, index: int) -> tuple[int, ...]:
+    heads = case.spec.num_kv_heads
+    width = case.spec.head_dim if name.startswith("k") else case.spec.head_dim_v
+    return {
+        ScaleKind.TENSOR: (1,),
+        ScaleKind.HEAD: (heads,),
+        ScaleKind.REQUEST_HEAD: (heads,),
+        ScaleKind.TOKEN: (case.seq_lens[index], heads, 1),
+        ScaleKind.CHANNEL: (heads, width),
+    }[kind]
 
 
 def _slopes(case: Case, seed: int, index: int) -> Tensor:
     """[H], positive."""
     own = f"slopes{index if case.alibi_per_request else ''}"
     return uniform(seed, case.id, own, case.spec.num_q_heads).float()
+
+
+def _start(case: Case, seed: int, index: int) -> Tensor:
+    """Anywhere from 0 to the request's length; a NaN that must be seen lies at the last token."""
+    length = case.seq_lens[index]
+    start = int(float(uniform(seed, case.id, f"start{index}")) * (length + 1))
+    seen = case.nan is not None and index == 0
+    return torch.tensor(min(start, length - 1) if seen else start, dtype=case.index_dtype)
 
 
 def _bias(case: Case, seed: int, index: int | None) -> Tensor:

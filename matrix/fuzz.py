@@ -1,5 +1,5 @@
 """Random well-formed cases from the whole space that ``Case`` can express, but for the far pool
-(gigabytes of address space) and recordings.
+(gigabytes of address space), values that are a view of the keys, and recordings.
 
 Choices come from NumPy's Philox, as the tensors of a case do: a seed and an index name a case on
 every host. A third of the cases is plain, a third crowded with features, so that narrow backends
@@ -116,6 +116,7 @@ def _scores(dice: Dice, crowd: int) -> Settings:
         found["logits_soft_cap"] = dice.among(_SOFT_CAPS)
     if dice.chance(crowd):
         found |= {"alibi": True, "alibi_per_request": dice.chance(50)}
+    found["kv_start"] = dice.chance(crowd)
     found["attn_bias"], found["attn_mask"] = dice.chance(crowd), dice.chance(crowd)
     found["sinks"] = dice.chance(max(crowd, _COMMON))
     if dice.chance(crowd // 2):
@@ -124,11 +125,15 @@ def _scores(dice: Dice, crowd: int) -> Settings:
 
 
 def _window(dice: Dice, most: int) -> Settings:
-    """A window, anchors with it in half the cases and now and then without any."""
+    """A window, perhaps of blocks; anchors with it in half the cases, and now and then alone."""
     edges = [size + step for size in (2, *_TILES) for step in (-1, 0, 1) if size + step <= most]
     window = dice.among(edges) if dice.chance(60) else dice.between(1, most)
     anchors = dice.among((1, 3, 16, 127, 128, 129)) if dice.chance(50) else 0
-    return {"sliding_window": None if dice.chance(5) else window, "anchor_tokens": anchors}
+    found: Settings = {"sliding_window": None, "anchor_tokens": anchors}
+    if not dice.chance(5):
+        block = dice.among((3, 16, 32, window)) if dice.chance(60) else 1
+        found |= {"sliding_window": -(-window // block) * block, "window_block": block}
+    return found
 
 
 def _cache_types(dice: Dice, crowd: int, found: Settings) -> Settings:
@@ -136,8 +141,12 @@ def _cache_types(dice: Dice, crowd: int, found: Settings) -> Settings:
         return {}
     if dice.chance(40):
         return {"kv_dtype": dice.among(FLOAT_DTYPES)}
-    scales = {"k_scale": dice.among(_SCALE_KINDS), "v_scale": dice.among(_SCALE_KINDS)}
-    return {"kv_dtype": dice.among(QUANTISED_DTYPES), **scales}
+    made: Settings = {"kv_dtype": dice.among(QUANTISED_DTYPES)}
+    for part in "kv":
+        kind = made[f"{part}_scale"] = dice.among(_SCALE_KINDS)
+        if kind is not None and made["kv_dtype"] is torch.int8:
+            made[f"{part}_zero"] = dice.chance(50)
+    return made
 
 
 def _requests(dice: Dice, crowd: int, found: Settings, most: int) -> Settings:
@@ -153,7 +162,7 @@ def _requests(dice: Dice, crowd: int, found: Settings, most: int) -> Settings:
     edges = [mark + step for mark in marks for step in (-1, 0, 1) if 0 <= mark + step <= most]
     batch = dice.among((1, 1, 2, 2, 3, 4, 6))
     if dice.chance(2) and found["layout"] in (Layout.NHD, Layout.HND) and not ragged:
-        extras = ("alibi", "attn_bias", "attn_mask", "k_scale", "v_scale")
+        extras = ("kv_start", "alibi", "attn_bias", "attn_mask", "k_scale", "v_scale")
         batch = batch if any(found.get(name) for name in extras) else 0
     lengths = tuple(
         dice.among(edges) if dice.chance(65) else dice.below(most + 1) for _ in range(batch)
@@ -215,7 +224,14 @@ def _memory(dice: Dice, crowd: int, found: Settings) -> Settings:
 def _result(dice: Dice, crowd: int, found: Settings) -> Settings:
     """A state in place of a result, of two parts if it can be; a NaN that somebody sees."""
     made: Settings = {}
-    by_place = ("sliding_window", "alibi", "attn_bias", "attn_mask", "packed_queries")
+    by_place = (
+        "sliding_window",
+        "kv_start",
+        "alibi",
+        "attn_bias",
+        "attn_mask",
+        "packed_queries",
+    )
     cuts = ("num_splits", "split_size", "planned_lens")
     if not found["sinks"] and dice.chance(max(crowd, 10)):
         made["returns_state"] = True

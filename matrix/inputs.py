@@ -8,7 +8,7 @@ from torch import Tensor
 
 from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache, RingCache
 from splitkv.common.call import DecodeCall
-from splitkv.common.spec import Layout
+from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
 from splitkv.common.validate import check_ring
 from splitkv.matrix.case import Case, Memory
 from splitkv.matrix.draw import Request, codes, normal, raw, request, shared
@@ -51,33 +51,58 @@ def build(
     device = torch.device(device)
     spec = case.spec
     counts = [len(entry.q) for entry in requests]
+    cache, by_token = _cache(case, seed, requests, poisoned, moved, device)
+    scales = {
+        name: by_token[name] if name in by_token else _each(requests, name, shared(kind), device)
+        for name, kind in _scale_kinds(spec).items()
+    }
+    starts_at = torch.device("cpu") if case.host_lengths else device
     call = DecodeCall(
         q=_pack([entry.q for entry in requests], case).to(device),
-        cache=_cache(case, seed, requests, poisoned, moved, device),
+        cache=cache,
         spec=spec,
         cu_seqlens_q=_offsets(case, counts, device) if spec.packed_queries else None,
         alibi_slopes=_each(requests, "slopes", not case.alibi_per_request, device),
         attn_bias=_each(requests[: None if case.bias_batch else 1], "bias", False, device),
         attn_mask=_each(requests, "mask", False, device),
-        k_scale=_each(requests, "k_scale", shared(spec.k_scale), device),
-        v_scale=_each(requests, "v_scale", shared(spec.v_scale), device),
+        kv_start=_each(requests, "start", False, starts_at),
+        **scales,
     )
     sinks = normal(seed, case.id, "sinks", spec.num_q_heads).float() if spec.sinks else None
     return Inputs(call, None if sinks is None else sinks.to(device), order)
 
 
-def _poison_code(case: Case) -> float:
-    return 127 if case.spec.cache_dtype == torch.int8 else case.poison
+def _scale_kinds(spec: DecodeSpec) -> dict[str, ScaleKind | None]:
+    """Of scales and zero points, by the call's names; None: there are none."""
+    return {
+        "k_scale": spec.k_scale,
+        "v_scale": spec.v_scale,
+        "k_zero": spec.k_scale if spec.k_zero else None,
+        "v_zero": spec.v_scale if spec.v_zero else None,
+    }
+
+
+def _widths(spec: DecodeSpec) -> dict[str, int]:
+    """What lies token by token: k and v, and numbers that each token has; by name the last
+    dimension.
+    """
+    by_token = [name for name, kind in _scale_kinds(spec).items() if kind is ScaleKind.TOKEN]
+    return {"k": spec.head_dim, "v": spec.head_dim_v} | dict.fromkeys(by_token, 1)
+
+
+def _poison_of(case: Case, name: str) -> float:
+    codes_ = name in ("k", "v") and case.spec.cache_dtype == torch.int8
+    return 127 if codes_ else case.poison
 
 
 def _poison(case: Case, drawn: Request) -> Request:
     """The request with every slot overwritten that none of its queries sees."""
-    unseen = ~visible(case.spec, len(drawn.k), len(drawn.q), drawn.mask).any(0)
-    k, v = drawn.k.clone(), drawn.v.clone()
-    for j in torch.nonzero(unseen).flatten().tolist():
-        k[j].fill_(_poison_code(case))
-        v[j].fill_(_poison_code(case))
-    return replace(drawn, k=k, v=v)
+    unseen = ~visible(case.spec, len(drawn.k), len(drawn.q), drawn.mask, drawn.start).any(0)
+    changed = {name: getattr(drawn, name).clone() for name in _widths(case.spec)}
+    for name, rows in changed.items():
+        for j in torch.nonzero(unseen).flatten().tolist():
+            rows[j].fill_(_poison_of(case, name))
+    return replace(drawn, **changed)
 
 
 def _cache(
@@ -87,24 +112,25 @@ def _cache(
     poisoned: bool,
     moved: bool,
     device: torch.device,
-) -> Cache:
+) -> tuple[Cache, dict[str, Tensor]]:
+    """The cache, and what else each token has, by name."""
     lengths = torch.tensor([len(entry.k) for entry in requests], dtype=case.index_dtype)
     lengths = lengths if case.host_lengths else lengths.to(device)
     layout = case.spec.layout
     if case.memory is Memory.RING and not layout.paged:
         raise ValueError(f"case {case.id}: a ring has pages, layout {layout.value} has none")
     if layout is Layout.PACKED:
-        k = torch.cat([entry.k for entry in requests])
-        v = torch.cat([entry.v for entry in requests])
-        k, v = _on_device(k, v, case.memory, device)
+        parts = {
+            name: torch.cat([getattr(entry, name) for entry in requests])
+            for name in _widths(case.spec)
+        }
+        k, v, by_token = _on_device(parts, case.memory, device)
         at = torch.device("cpu") if case.host_lengths else device
-        return PackedCache(k, v, _offsets(case, [len(entry.k) for entry in requests], at))
+        return PackedCache(k, v, _offsets(case, [len(entry.k) for entry in requests], at)), by_token
     if not layout.paged:
-        k = _dense(case, seed, "k", requests, poisoned)
-        v = _dense(case, seed, "v", requests, poisoned)
-        if layout is Layout.BNSD:
-            k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-        return DenseCache(*_on_device(k, v, case.memory, device), lengths, layout)
+        parts = {name: _dense(case, seed, name, requests, poisoned) for name in _widths(case.spec)}
+        k, v, by_token = _on_device(_as_laid_out(parts, layout), case.memory, device)
+        return DenseCache(k, v, lengths, layout), by_token
     if case.memory is Memory.RING:
         return _ring(case, seed, requests, poisoned, moved, lengths, device)
     return _paged(case, seed, requests, poisoned, moved, lengths, device)
@@ -130,14 +156,13 @@ def _paged(
     moved: bool,
     lengths: Tensor,
     device: torch.device,
-) -> PagedCache:
+) -> tuple[PagedCache, dict[str, Tensor]]:
     spec, page = case.spec, case.spec.page_size
     assert page is not None
     blocks = [-(-len(entry.k) // page) for entry in requests]
     pages = sum(blocks) + _SPARE_PAGES
     free = np.argsort(raw(seed, case.id, f"pages{moved}", pages), kind="stable").tolist()
-    k = _filler(case, seed, "k", poisoned, pages, page, spec.num_kv_heads, spec.head_dim)
-    v = _filler(case, seed, "v", poisoned, pages, page, spec.num_kv_heads, spec.head_dim_v)
+    pools = _pools(case, seed, poisoned, pages)
     table = torch.zeros(
         len(requests), max(blocks, default=0) + _SPARE_COLUMNS, dtype=case.index_dtype
     )
@@ -146,21 +171,20 @@ def _paged(
     first = _FAR // (page * spec.num_kv_heads * min(spec.head_dim, spec.head_dim_v))
     offset = first if case.memory is Memory.FAR else 0
     for place, entry in enumerate(requests):
-        used = visible(spec, len(entry.k), len(entry.q)).any(0)
+        used = visible(spec, len(entry.k), len(entry.q), start=entry.start).any(0)
         for block in range(blocks[place]):
             tokens = slice(block * page, (block + 1) * page)
             at = free.pop()
-            count = len(entry.k[tokens])
-            k[at, :count], v[at, :count] = entry.k[tokens], entry.v[tokens]
+            for name, pool in pools.items():
+                rows = getattr(entry, name)[tokens]
+                pool[at, : len(rows)] = rows
             if not poisoned or used[tokens].any():
                 table[place, block] = at + offset
-    if spec.layout is Layout.HND:
-        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    pools = _as_laid_out(pools, spec.layout)
     if case.memory is Memory.FAR:
-        k, v = _far(k, offset, device), _far(v, offset, device)
-    else:
-        k, v = _on_device(k, v, case.memory, device)
-    return PagedCache(k, v, table.to(device), lengths, spec.layout)
+        pools = {name: _far(pool, offset, device) for name, pool in pools.items()}
+    k, v, by_token = _on_device(pools, case.memory, device)
+    return PagedCache(k, v, table.to(device), lengths, spec.layout), by_token
 
 
 def _ring(
@@ -171,7 +195,7 @@ def _ring(
     moved: bool,
     lengths: Tensor,
     device: torch.device,
-) -> PagedCache:
+) -> tuple[PagedCache, dict[str, Tensor]]:
     """As few pages as the window allows, each token written over the one that it evicts."""
     spec, page = case.spec, case.spec.page_size
     assert page is not None
@@ -183,37 +207,63 @@ def _ring(
     pages = len(requests) * columns + _SPARE_PAGES
     free = np.argsort(raw(seed, case.id, f"pages{moved}", pages), kind="stable")
     table = torch.tensor(free[: len(requests) * columns].reshape(-1, columns))
-    k = _filler(case, seed, "k", poisoned, pages, page, spec.num_kv_heads, spec.head_dim)
-    v = _filler(case, seed, "v", poisoned, pages, page, spec.num_kv_heads, spec.head_dim_v)
+    pools = _pools(case, seed, poisoned, pages)
     for place, entry in enumerate(requests):
         for j in range(len(entry.k)):
             block = j // page
             column = block if block < anchors else anchors + (block - anchors) % blocks
-            k[table[place, column], j % page] = entry.k[j]
-            v[table[place, column], j % page] = entry.v[j]
-    if spec.layout is Layout.HND:
-        k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+            for name, pool in pools.items():
+                pool[table[place, column], j % page] = getattr(entry, name)[j]
+    k, v, by_token = _on_device(_as_laid_out(pools, spec.layout), Memory.PLAIN, device)
     table = table.to(case.index_dtype).to(device)
     longest = max(case.seq_lens, default=0)
-    ring = RingCache(k.to(device), v.to(device), table, lengths, spec.layout, anchors, longest)
+    ring = RingCache(k, v, table, lengths, spec.layout, anchors, longest)
     check_ring(ring, spec)
-    return ring.as_paged()
+    return ring.as_paged(), by_token
+
+
+def _pools(case: Case, seed: int, poisoned: bool, pages: int) -> dict[str, Tensor]:
+    """[pages, P, K, width] by name, of filler."""
+    shape = (pages, case.spec.page_size or 0, case.spec.num_kv_heads)
+    return {
+        name: _filler(case, seed, name, poisoned, *shape, width)
+        for name, width in _widths(case.spec).items()
+    }
 
 
 def _filler(case: Case, seed: int, name: str, poisoned: bool, *shape: int) -> Tensor:
     """What lies in slots that belong to nobody: other numbers, or poison."""
+    dtype = case.spec.cache_dtype if name in ("k", "v") else torch.float32
     if poisoned:
-        return torch.empty(shape, dtype=case.spec.cache_dtype).fill_(_poison_code(case))
-    return codes(normal(seed, case.id, f"filler {name}", *shape), case.spec.cache_dtype)
+        return torch.empty(shape, dtype=dtype).fill_(_poison_of(case, name))
+    return codes(normal(seed, case.id, f"filler {name}", *shape), dtype)
 
 
-def _on_device(k: Tensor, v: Tensor, memory: Memory, device: torch.device) -> tuple[Tensor, Tensor]:
+def _as_laid_out(parts: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Parts [outer, inner, K, width] in the layout's order."""
+    if layout not in (Layout.HND, Layout.BNSD):
+        return parts
+    return {name: part.transpose(1, 2).contiguous() for name, part in parts.items()}
+
+
+def _on_device(
+    parts: dict[str, Tensor], memory: Memory, device: torch.device
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """k, v, and the others without their last dimension."""
+    k, v = parts["k"], parts["v"]
+    others = {
+        name: part[..., 0].to(device) for name, part in parts.items() if name not in ("k", "v")
+    }
     if memory is Memory.JOINT:
         both = torch.cat([k, v], -1).to(device)
-        return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+        return both[..., : k.shape[-1]], both[..., k.shape[-1] :], others
     if memory is Memory.STRIDED:
-        return tuple(x.repeat_interleave(2, -1).to(device)[..., ::2] for x in (k, v))  # type: ignore[return-value]
-    return k.to(device), v.to(device)
+        k, v = (x.repeat_interleave(2, -1).to(device)[..., ::2] for x in (k, v))
+        others = {name: part.repeat_interleave(2, -1)[..., ::2] for name, part in others.items()}
+        return k, v, others
+    k = k.to(device)
+    v = k[..., : v.shape[-1]] if memory is Memory.LATENT else v.to(device)
+    return k, v, others
 
 
 def _far(pool: Tensor, offset: int, device: torch.device) -> Tensor:

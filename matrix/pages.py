@@ -6,6 +6,7 @@ from pathlib import Path
 from splitkv.backends.registry import BACKENDS
 from splitkv.matrix import kernel_record
 from splitkv.matrix.cases import CASES
+from splitkv.matrix.cells import of_today
 from splitkv.matrix.evidence import load_all, sources_digest
 from splitkv.matrix.render import broken, support_data, support_page, support_yaml
 
@@ -14,17 +15,17 @@ FOLDER = Path(__file__).parent
 
 def pages() -> dict[Path, str]:
     """What each generated file must hold now."""
-    evidence, sources = load_all(), _sources()
+    evidence, today = load_all(), sources()
     kernels = kernel_record.section(kernel_record.load(), kernel_record.digest())
     return {
-        FOLDER / "SUPPORT.md": support_page(BACKENDS, evidence, CASES, sources) + "\n" + kernels,
-        FOLDER / "support.yaml": support_yaml(BACKENDS, evidence, CASES, sources),
+        FOLDER / "SUPPORT.md": support_page(BACKENDS, evidence, CASES, today) + "\n" + kernels,
+        FOLDER / "support.yaml": support_yaml(BACKENDS, evidence, CASES, today),
     }
 
 
 def data() -> dict[str, object]:
     """What support.yaml must hold now."""
-    return support_data(BACKENDS, load_all(), CASES, _sources())
+    return support_data(BACKENDS, load_all(), CASES, sources())
 
 
 def write() -> list[Path]:
@@ -46,8 +47,10 @@ def check() -> list[str]:
         )
     if found:
         found.append("the support matrix is out of date: run python -m splitkv.matrix")
-    return found + [f"broken: {line}" for line in broken(BACKENDS, load_all(), CASES)]
+    today = of_today(load_all(), sources())
+    return found + [f"broken: {line}" for line in broken(BACKENDS, today, CASES)]
 
 
-def _sources() -> dict[str, str]:
+def sources() -> dict[str, str]:
+    """Today's digest of each backend's code."""
     return {backend.name: sources_digest(backend.name) for backend in BACKENDS}

@@ -160,8 +160,11 @@ def _public(backend: Backend, inputs: Inputs, case: Case) -> None:
         "alibi_slopes": call.alibi_slopes,
         "attn_bias": call.attn_bias,
         "attn_mask": call.attn_mask,
+        "kv_start": call.kv_start,
         "k_scale": call.k_scale,
         "v_scale": call.v_scale,
+        "k_zero": call.k_zero,
+        "v_zero": call.v_zero,
     }
     if case.returns_state:
         partial(call.q, call.cache, call.spec, backend=backend.name, **extras)

@@ -5,14 +5,14 @@ call's own dtype it is plain eager PyTorch, whose error says what is to be expec
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from splitkv.common.cache import Cache, DenseCache, PackedCache
 from splitkv.common.call import DecodeCall
-from splitkv.common.spec import DecodeSpec, Layout
+from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,31 @@ def reference(
     return Answer(out.reshape(*call.rows, call.spec.head_dim_v), lse.reshape(call.rows))
 
 
-def visible(spec: DecodeSpec, length: int, queries: int, mask: Tensor | None = None) -> Tensor:
+def visible(
+    spec: DecodeSpec,
+    length: int,
+    queries: int,
+    mask: Tensor | None = None,
+    start: Tensor | int | None = None,
+) -> Tensor:
     """Which of a request's ``length`` keys each of its queries sees, bool [queries, length].
 
-    mask: bool [at least queries, n], of the last n positions.
+    mask: bool [at least queries, n], of the last n positions. start: the first position of all that
+    are seen.
     """
     i = torch.arange(length - queries, length)[:, None]
     j = torch.arange(length)[None, :]
     not_later = (j <= i) | (not spec.causal)
-    near = (i - j < spec.sliding_window) if spec.sliding_window is not None else torch.tensor(True)
+    near = torch.tensor(True)
+    if spec.sliding_window is not None:  # blocks are compared, not positions: a token is its own
+        blocks = spec.sliding_window // spec.window_block
+        near = i // spec.window_block - j // spec.window_block < blocks
     seen = (not_later & (near | (j < spec.anchor_tokens))).expand(queries, length).clone()
     if mask is not None:
         n = min(mask.shape[-1], length)
         seen[:, length - n :] &= mask[:queries, mask.shape[-1] - n :]
+    if start is not None:
+        seen[:, : int(start)] = False
     return seen
 
 
@@ -86,10 +98,16 @@ def _attend(
     spec = call.spec
     q = _queries(call, request).to(dtype)
     k, v = gather(call.cache, request)
-    k = _scaled(k, call.k_scale, request).to(dtype).repeat_interleave(spec.group, 1)
-    v = _scaled(v, call.v_scale, request).to(dtype).repeat_interleave(spec.group, 1)
+    k = _values(k, call.k_scale, call.k_zero, spec.k_scale, call.cache, request)
+    v = _values(v, call.v_scale, call.v_zero, spec.v_scale, call.cache, request)
+    k, v = (x.to(dtype).repeat_interleave(spec.group, 1) for x in (k, v))
+    mask, starts = call.attn_mask, call.kv_start
     seen = visible(
-        spec, len(k), len(q), None if call.attn_mask is None else call.attn_mask[request]
+        spec,
+        len(k),
+        len(q),
+        None if mask is None else mask[request],
+        None if starts is None else starts[request],
     )
 
     scores = torch.einsum("shd,jhd->hsj", q, k)
@@ -129,12 +147,31 @@ def _queries(call: DecodeCall, request: int) -> Tensor:
     return call.q[first:last]
 
 
-def _scaled(codes: Tensor, scale: Tensor | None, request: int) -> Tensor:
-    """Values of one request [L, K, D] times their scale: one, by head, or by request and head."""
+def _values(
+    codes: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    kind: ScaleKind | None,
+    cache: Cache,
+    request: int,
+) -> Tensor:
+    """(code - zero) * scale of one request, [L, K, D]."""
     if scale is None:
         return codes
-    of_request = scale[request] if scale.ndim == 2 else scale
-    return codes.double() * of_request.double()[:, None]
+    values = codes.double()
+    if zero is not None:
+        values = values - _of_request(zero, kind, cache, request)
+    return values * _of_request(scale, kind, cache, request)
+
+
+def _of_request(numbers: Tensor, kind: ScaleKind | None, cache: Cache, request: int) -> Tensor:
+    """Scales or zero points as float64 that broadcasts to [L, K, D]."""
+    if kind is ScaleKind.TOKEN:
+        column = numbers[..., None]  # laid out like k with a head dim of 1
+        return gather(replace(cache, k=column, v=column), request)[0].double()
+    if kind is ScaleKind.REQUEST_HEAD:
+        numbers = numbers[request]
+    return numbers.double() if kind is ScaleKind.CHANNEL else numbers.double()[:, None]
 
 
 def _alibi(slopes: Tensor, request: int, queries: int, length: int) -> Tensor:

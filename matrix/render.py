@@ -18,6 +18,7 @@ from splitkv.matrix.cells import (
     chips,
     current_runs,
     of_chip,
+    of_today,
     routes,
     tables,
 )
@@ -39,7 +40,7 @@ declaration (in code, every feature stated) with recorded runs of the cases in `
   It says nothing about a device.
 - **compiles for a target**: nothing ran.
 - **declared, not run**: the declaration says yes, no run bears it out yet.
-- **broken**: declared yes, and a run failed.
+- **broken**: declared yes, and a run of today's code failed.
 - **no**: *not yet* (not implemented here), *upstream* (needs a vendor change) or *never* (not meant
   to), and the reason. Refusals are runs too: their words are compared.
 """
@@ -52,6 +53,7 @@ def support_page(
     sources: Mapping[str, str],
 ) -> str:
     """SUPPORT.md. ``sources``: today's digest of each backend's code, which runs may predate."""
+    recorded, evidence = evidence, of_today(evidence, sources)
     parts = [HEAD]
     for title, rows in tables(cases).items():
         parts.append(_table(title, rows, backends, evidence, cases))
@@ -60,7 +62,7 @@ def support_page(
             parts.append(_table(f"Route of `{backend.name}`", rows, [backend], evidence, cases))
         parts += _chip_tables(backend, evidence, cases)
     parts.append("## Declared ranges\n\n" + _ranges(backends))
-    parts.append("## Runs\n\n" + _runs(evidence, cases, sources))
+    parts.append("## Runs\n\n" + _runs(recorded, cases, sources))
     for backend in backends:
         if listed := _combinations(backend, evidence, cases):
             parts.append(f"## Combinations that `{backend.name}` refuses\n\n" + listed)
@@ -86,6 +88,7 @@ def support_data(
     sources: Mapping[str, str],
 ) -> dict[str, object]:
     """What support.yaml holds."""
+    recorded, evidence = evidence, of_today(evidence, sources)
     return {
         "backends": {backend.name: _declared(backend.support) for backend in backends},
         "tables": {
@@ -110,7 +113,7 @@ def support_data(
             for backend in backends
             if (found := list(chips(backend).items()))
         },
-        "runs": [_run_fields(entry, cases, sources) for entry in evidence],
+        "runs": [_run_fields(entry, cases, sources) for entry in recorded],
     }
 
 
@@ -298,6 +301,9 @@ def _stale(entry: Evidence, current: int, known: int, sources: Mapping[str, str]
             f"its {current} runs predate the last change to common/, backends/{entry.backend}*.py "
             f"or kernels_{entry.backend}/"
         )
+        failed = [run.case for run in entry.runs if run.outcome is Outcome.FAILED]
+        if failed:
+            found.append(f"{', '.join(failed)} failed then and has not run since")
     if current < known:
         found.append(f"{known - current} cases have changed since")
     if not found:

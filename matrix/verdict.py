@@ -15,7 +15,7 @@ import torch
 from splitkv.backends.base import Backend
 from splitkv.matrix.case import Case
 from splitkv.matrix.closeness import Errors
-from splitkv.matrix.draw import request
+from splitkv.matrix.draw import dequantised, request
 from splitkv.matrix.parity import SEED, Outcome, Result, run_case
 
 SURELY = 2.0
@@ -67,8 +67,7 @@ def score_rounding(case: Case) -> float:
     q_norm = k_norm = 0.0
     for index in range(len(case.seq_lens)):
         drawn = request(case, SEED, index)
-        keys = drawn.k.double().nan_to_num().norm(dim=-1)
-        keys = keys if drawn.k_scale is None else keys * drawn.k_scale.double()
+        keys = dequantised(drawn.k, drawn.k_scale, drawn.k_zero).nan_to_num().norm(dim=-1)
         q_norm = max(q_norm, drawn.q.double().norm(dim=-1).max().item() if drawn.q.numel() else 0.0)
         k_norm = max(k_norm, keys.max().item() if keys.numel() else 0.0)
     eps = torch.finfo(torch.float64 if wide else torch.float32).eps

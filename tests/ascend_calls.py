@@ -146,7 +146,9 @@ def complaints(call: DecodeCall, *, sinks: Tensor | None = None, **arguments: An
 
 def windows() -> Iterator[dict[str, Any]]:
     """Windows and anchors: none, within a page, several pages, longer than the history, joined and
-    apart.
+    apart; of blocks.
     """
     for window, anchors in ((None, 0), (1, 0), (100, 0), (200, 7), (3, 150), (1000, 5)):
         yield {"sliding_window": window, "anchor_tokens": anchors}
+    yield {"sliding_window": 128, "window_block": 128}
+    yield {"sliding_window": 96, "window_block": 48, "anchor_tokens": 7}

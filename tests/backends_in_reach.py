@@ -301,22 +301,30 @@ def spec_of(
         causal=arguments.get("causal", True),
         sm_scale=arguments.get("sm_scale"),
         sliding_window=window_from(arguments.get("sliding_window"), arguments.get("window_left")),
+        window_block=arguments.get("window_block", 1),
         anchor_tokens=arguments.get("anchor_tokens", 0),
+        kv_start=arguments.get("kv_start") is not None,
         logits_soft_cap=arguments.get("logits_soft_cap"),
         alibi=arguments.get("alibi_slopes") is not None,
         attn_bias=arguments.get("attn_bias") is not None,
         attn_mask=arguments.get("attn_mask") is not None,
         sinks=arguments.get("sinks") is not None,
-        k_scale=_scale_kind(arguments.get("k_scale")),
-        v_scale=_scale_kind(arguments.get("v_scale")),
+        k_scale=_scale_kind(arguments.get("k_scale"), k),
+        v_scale=_scale_kind(arguments.get("v_scale"), v),
+        k_zero=arguments.get("k_zero") is not None,
+        v_zero=arguments.get("v_zero") is not None,
     )
 
 
-def _scale_kind(scale: Tensor | float | None) -> ScaleKind | None:
+def _scale_kind(scale: Tensor | float | None, part: Tensor) -> ScaleKind | None:
     if scale is None:
         return None
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return ScaleKind.TENSOR
+    if scale.shape == part.shape[:-1]:
+        return ScaleKind.TOKEN
+    if scale.ndim == 2 and scale.shape[1] == part.shape[-1]:
+        return ScaleKind.CHANNEL
     return ScaleKind.HEAD if scale.ndim == 1 else ScaleKind.REQUEST_HEAD
 
 

@@ -24,7 +24,7 @@ ON_GPU = torch.cuda.is_available()
 BACKEND = CudaBackend() if ON_GPU else InterpretedCudaBackend()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
-_EXTRAS = ("cu_seqlens_q", "alibi_slopes", "attn_bias", "attn_mask")
+_EXTRAS = ("cu_seqlens_q", "kv_start", "alibi_slopes", "attn_bias", "attn_mask")
 
 
 def cache_of(arguments: Arguments) -> Cache:
@@ -57,6 +57,7 @@ def call_of(q: Tensor, cache: Cache | Arguments, **settings: Any) -> DecodeCall:
         page_size=cache.page_size,
         num_queries=queries,
         packed_queries=packed,
+        kv_start="kv_start" in extras,
         alibi="alibi_slopes" in extras,
         attn_bias="attn_bias" in extras,
         attn_mask="attn_mask" in extras,

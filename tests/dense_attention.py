@@ -98,7 +98,9 @@ def _seen(given: Problem, b: int, steps: int, length: int) -> Tensor:
     if given.options.get("causal", True):
         seen &= j <= i
     if (window := given.options.get("sliding_window")) is not None:
-        seen &= (i - j < window) | (j < given.options.get("anchor_tokens", 0))
+        block = given.options.get("window_block", 1)
+        near = i // block - j // block < window // block
+        seen &= near | (j < given.options.get("anchor_tokens", 0))
     if (mask := given.options.get("attn_mask")) is not None:
         last = min(mask.shape[-1], length)
         seen[:, length - last :] &= mask[b][:, mask.shape[-1] - last :]

@@ -42,9 +42,9 @@ def averaged(states: Any) -> PartialState:
 
 
 def wider(spec: DecodeSpec) -> DecodeSpec:
-    """The spec with a window of one more position."""
+    """The spec with a window of one more position, or block."""
     window = spec.sliding_window
-    return spec if window is None else replace(spec, sliding_window=window + 1)
+    return spec if window is None else replace(spec, sliding_window=window + spec.window_block)
 
 
 def widen_plans(patch: Patch) -> None:

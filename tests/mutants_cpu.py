@@ -10,6 +10,7 @@ from splitkv.backends import cpu, cpu_attention, cpu_scores, cpu_work
 from splitkv.backends.cpu import CpuBackend
 from splitkv.common.cache import PagedCache
 from splitkv.common.call import DecodeCall
+from splitkv.common.spec import DecodeSpec
 from splitkv.common.state import PartialState
 
 
@@ -23,6 +24,21 @@ def window_one_wider(patch: Patch) -> None:
     patch.setattr(cpu_work, "visible_bounds", lambda x, s, spec: bounds(x, s, wider(spec)))
     mask = cpu_scores.visible_mask
     patch.setattr(cpu_scores, "visible_mask", lambda q, k, spec: mask(q, k, wider(spec)))
+
+
+def window_of_tokens(patch: Patch) -> None:
+    def tokens(spec: DecodeSpec) -> DecodeSpec:
+        return replace(spec, window_block=1)
+
+    bounds, start, mask = (
+        cpu_work.visible_bounds,
+        cpu_work.window_start,
+        cpu_scores.visible_mask,
+    )
+    patch.setattr(cpu_work, "visible_bounds", lambda x, s, spec: bounds(x, s, tokens(spec)))
+    for module in (cpu_work, cpu_scores):
+        patch.setattr(module, "window_start", lambda x, spec: start(x, tokens(spec)))
+    patch.setattr(cpu_scores, "visible_mask", lambda q, k, spec: mask(q, k, tokens(spec)))
 
 
 def _changed_calls(change: Callable[[DecodeCall], DecodeCall]) -> Callable[[Patch], None]:
@@ -73,6 +89,13 @@ MUTANTS = (
         broken=("sliding window", "anchor tokens with a window"),
         spared=("soft-cap", "sinks", "alibi"),
         whole=("logit soft cap", "learned sinks", "ALiBi slopes"),
+    ),
+    Mutant(
+        window_of_tokens,
+        touched=("chunks", "blocks-fp32"),
+        broken=("window that begins at blocks (chunked attention)",),
+        spared=("window-128", "anchors"),
+        whole=("anchor tokens with a window",),
     ),
     Mutant(
         _changed_calls(next_page),

@@ -34,6 +34,12 @@ def window_one_wider(arguments: dict[str, Any]) -> None:
         arguments["window"] += 1
 
 
+def window_of_tokens(arguments: dict[str, Any]) -> None:
+    """Of so few tokens that no page is read which nobody may read: that would end the process."""
+    arguments["window"] -= arguments["WINDOW_BLOCK"] - 1
+    arguments["WINDOW_BLOCK"] = 1
+
+
 def next_page(arguments: dict[str, Any]) -> None:
     if (table := arguments["block_table"]) is not None:
         arguments["block_table"] = (table + 1) % arguments["k"].shape[0]
@@ -75,6 +81,13 @@ MUTANTS = (
         broken=("sliding window", "anchor tokens with a window"),
         spared=("sinks",),
         whole=("learned sinks",),
+    ),
+    Mutant(
+        _changed_arguments(window_of_tokens),
+        touched=("chunks", "blocks-fp32"),
+        broken=("window that begins at blocks (chunked attention)",),
+        spared=("window-128", "anchors"),
+        whole=("anchor tokens with a window",),
     ),
     Mutant(
         _changed_arguments(next_page),

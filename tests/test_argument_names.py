@@ -288,7 +288,7 @@ def test_flash_attention_off_by_one_would_be_seen() -> None:
         ({"alibi_slopes": SLOPES}, "falls off to both sides"),
         ({"alibi_slopes": SLOPES, "causal": True, "return_softmax_lse": True}, "their lse is not"),
         ({"k": torch.zeros(1)}, "append_kv"),
-        ({"cache_leftpad": torch.zeros(3)}, "begin at 0 here"),
+        ({"cache_leftpad": torch.zeros(3)}, "kv_start hides"),
         ({"rotary_cos": torch.zeros(3)}, "rotate q and k before"),
         ({"attention_chunk": 128}, "chunked attention"),
     ],

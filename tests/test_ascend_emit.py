@@ -175,6 +175,7 @@ def test_it_imports_nothing_of_ours() -> None:
     [
         ("NHD", {"dtype": torch.float32}, "dtype float32: unquantised query"),
         ("BSND", {"sliding_window": 9}, "windows are printed for pages only"),
+        ("NHD", {"sliding_window": 9, "window_block": 3}, "windows are printed for window_block 1"),
         ("NHD", {"counts": [1, 2]}, "ragged queries"),
         ("NHD", {"sliding_window": 9, "anchor_tokens": 1, "queries": 2}, "anchors with several"),
     ],

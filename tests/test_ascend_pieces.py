@@ -42,10 +42,13 @@ def seen(pieces: list[Piece], request: int, queries: int, length: int) -> np.nda
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[SplitPlan, list[int], list[int], int, bool]:
     queries = draw(st.integers(1, 5))
+    blocks, block = draw(st.integers(1, 40)), draw(st.sampled_from([1, 1, 3, 8]))
+    windowed = draw(st.booleans())
     spec = make_spec(
         num_queries=queries,
         causal=draw(st.booleans()),
-        sliding_window=draw(st.none() | st.integers(1, 40)),
+        sliding_window=-(-blocks // block) * block if windowed else None,
+        window_block=block if windowed else 1,
         anchor_tokens=draw(st.integers(0, 12)),
     )
     planned = draw(st.lists(st.integers(0, 50), min_size=1, max_size=3))

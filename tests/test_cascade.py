@@ -27,6 +27,7 @@ from splitkv.common.cache import PagedCache
 from splitkv.common.call import DecodeCall
 from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
 from splitkv.common.state import finish
+from splitkv.common.visibility import IntArray
 from splitkv.kernels_ascend import standin
 from splitkv.matrix.closeness import bounds, errors
 from splitkv.matrix.reference import reference
@@ -215,10 +216,10 @@ def tokens_read(call: DecodeCall, work: Any) -> Tensor:
     read = torch.zeros(call.cache.k.shape[:2], dtype=torch.int64)
     honest = Tiles.read
 
-    def counted(tiles: Tiles, places: Places) -> tuple[Tensor, Tensor]:
+    def counted(tiles: Tiles, places: Places, request: IntArray) -> tuple[Tensor, Tensor]:
         outer, inner = np.broadcast_arrays(places.outer, places.inner)
         np.add.at(read.numpy(), (outer, inner), 1)
-        return honest(tiles, places)
+        return honest(tiles, places, request)
 
     with patch.object(Tiles, "read", counted):
         work()

@@ -113,7 +113,7 @@ def test_F05_every_explicit_split_count_gives_the_same_answer(on: InReach) -> No
 
 @pytest.mark.parametrize("workers", [1, 20, 108, 132, 256])
 def test_F07_splits_follow_lengths_and_kv_heads_not_capacity(workers: int) -> None:
-    profile = replace(PROFILES["NVIDIA H200"], workers=workers)
+    profile = replace(PROFILES["NVIDIA H200"], workers=workers, neighbours=1)
     spec = DecodeSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, layout=Layout.BSND)
     for length in (200, 131072):
         plan = plan_splits(spec, [length], profile=profile)

@@ -201,3 +201,43 @@ def test_L08_every_16_bit_value_is_encoded_as_the_format_says(
     not_nan = ~torch.isnan(values)
     assert bool(torch.isnan(stored.float()[~not_nan]).all())
     assert torch.equal(stored.view(torch.uint8)[not_nan], wanted[not_nan])
+
+
+@pytest.mark.parametrize("window_left", [-1, 3])
+@every_backend
+def test_L05_zero_points_of_unfilled_slots_are_not_read(on: InReach, window_left: int) -> None:
+    lengths, heads = [5, 17], 4
+    zeros = [torch.randint(-90, 90, (n, heads, 1)).float() for n in lengths]
+    scales = [0.5 + torch.rand(n, heads, 1) for n in lengths]
+    shape = (heads, 32)
+    codes = History(
+        [torch.randint(-128, 128, (n, *shape)).to(torch.int8) for n in lengths],
+        [(zero + 1).expand(-1, *shape).to(torch.int8) for zero in zeros],
+    ).paged(16, fill=127)
+    beside = History(scales, zeros).paged(16)  # the same pages; NaN where no token is
+    scale, zero = beside["k"][..., 0], beside["v"][..., 0].nan_to_num(127.0)
+    one_step = torch.tensor([0.25])
+    q = random_queries(2, heads, 32)
+    given: dict[str, Any] = {"k_scale": scale, "k_zero": zero, "window_left": window_left}
+    out, lse = on.decode(q, **codes, **given, v_scale=scale * 0 + one_step, v_zero=zero)
+    assert_near(out, one_step.expand(out.shape))
+    exact = History([], [])
+    for code, zeros_, scales_ in zip(_rows(codes["k"], codes, lengths), zeros, scales, strict=True):
+        exact.k.append((code.float() - zeros_) * scales_)
+        exact.v.append(torch.zeros(len(code), *shape))
+    seen = [slice(max(0, n - window_left - 1) if window_left >= 0 else 0, n) for n in lengths]
+    visible = History(
+        [rows[at] for rows, at in zip(exact.k, seen, strict=True)],
+        [rows[at] for rows, at in zip(exact.v, seen, strict=True)],
+    )
+    _, wanted_lse = attend(q[:, None], visible)
+    assert_near_lse(lse, torch.cat(wanted_lse))
+
+
+def _rows(pool: Tensor, cache: dict[str, Any], lengths: list[int]) -> list[Tensor]:
+    """What lies in the pages of each request, [L, K, D]."""
+    tables = cache["block_table"].tolist()
+    return [
+        torch.cat([pool[page] for page in table if page >= 0])[:length]
+        for table, length in zip(tables, lengths, strict=True)
+    ]

@@ -20,6 +20,7 @@ def _features(queries: int) -> dict[str, dict[str, Any]]:
     return {
         "window": {"sliding_window": 40},
         "anchors": {"sliding_window": 40, "anchor_tokens": 5},
+        "blocks": {"sliding_window": 40, "window_block": 20},
         "cap": {"logits_soft_cap": 3.0},
         "alibi": {"alibi_slopes": torch.rand(6, generator=generator)},
         "alibi-per-request": {"alibi_slopes": torch.rand(batch, 6, generator=generator)},

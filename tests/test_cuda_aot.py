@@ -10,7 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.aot import SHARED_LIMIT, Usage, main
+from benchmarks.aot import SHARED_LIMIT, Usage, launches_of, main
+from splitkv.kernels_cuda.latent import latent_kernel
+from splitkv.kernels_cuda.latent_hopper import latent_hopper_kernel
+from splitkv.matrix.cases import cases_named
 
 ROOT = Path(__file__).resolve().parent.parent
 FITS = Usage(
@@ -40,11 +43,21 @@ def test_a_case_compiles_for_every_target(tmp_path: Path) -> None:
     assert all(usage["registers"] > 16 and usage["spilled"] == 0 for usage in variants)
 
 
+@pytest.mark.parametrize(("name", "taken"), [("mla-128", True), ("mla-16", False)])
+def test_what_hopper_launches_instead_is_compiled_too(name: str, taken: bool) -> None:
+    (case,) = cases_named(name)
+    kernels = [launch.kernel for launch in launches_of(case)]
+    assert latent_kernel in kernels
+    assert (latent_hopper_kernel in kernels) is taken
+
+
 def test_what_takes_too_much_is_told_apart() -> None:
     assert not FITS.too_much
     assert replace(FITS, spilled=8).too_much
     assert replace(FITS, shared=SHARED_LIMIT[90] + 1).too_much
     assert replace(FITS, target=80, shared=SHARED_LIMIT[90]).too_much
+    assert not replace(FITS, warps=8).too_much
+    assert replace(FITS, warps=16).too_much
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,17 @@ def spec(**settings: object) -> DecodeSpec:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"head_dim": 257}, ["head_dim 257 is not in 1..256", "head_dim_v 257 is not in 1..256"]),
-        ({"num_q_heads": 130}, ["query heads per kv head 65 is not in 1..64"]),
+        ({"head_dim": 577}, ["head_dim 577 is not in 1..576", "head_dim_v 577 is not in 1..512"]),
+        ({"num_q_heads": 258}, ["query heads per kv head 129 is not in 1..128"]),
         (
             {"dtype": torch.float64},
             ["dtype float64 is not one of", "kv_dtype float64 is not one of"],
         ),
         ({"kv_dtype": torch.float32}, ["cache dtype other than the query's: "]),
-        ({"kv_dtype": FLOAT8, "k_scale": ScaleKind.HEAD}, ["quantised cache with scales: "]),
+        (
+            {"kv_dtype": FLOAT8, "k_scale": ScaleKind.HEAD, "head_dim": 320},
+            ["kv_dtype float8_e4m3fn with head dim 320: the kernel for head dims above 256"],
+        ),
     ],
 )
 def test_what_is_not_done_is_refused_with_the_reason(
@@ -43,6 +46,19 @@ def test_what_is_not_done_is_refused_with_the_reason(
     refusals = CudaBackend().refusals(spec(**settings))
     assert len(refusals) == len(words)
     assert all(refusal.startswith(word) for refusal, word in zip(refusals, words, strict=True))
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((8, 6), False), ((8, 9), True)])
+def test_e4m3_is_refused_where_no_instruction_converts_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    refused = CudaBackend().refusals(spec(kv_dtype=torch.float8_e4m3fn))
+    words = "kv_dtype float8_e4m3fn needs compute capability 8.9, a device has 8.6; use float8_e5m2"
+    assert (refused == []) if taken else refused[0].startswith(words)
+    assert CudaBackend().refusals(spec(kv_dtype=torch.float8_e5m2)) == []
 
 
 def test_everything_else_is_taken() -> None:
@@ -62,6 +78,11 @@ def test_everything_else_is_taken() -> None:
         attn_bias=True,
         attn_mask=True,
         sinks=True,
+        kv_dtype=torch.int8,
+        k_scale=ScaleKind.CHANNEL,
+        v_scale=ScaleKind.TOKEN,
+        k_zero=True,
+        v_zero=True,
     )
     assert CudaBackend().refusals(everything) == []
 
@@ -116,11 +137,11 @@ def test_a_gpu_does_not_run_interpreted_kernels(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "sms", "like", "bandwidth"),
+    ("name", "capability", "sms", "workers", "like", "bandwidth"),
     [
-        ("NVIDIA H200", (9, 0), 132, H200, H200.read_bandwidth),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, A100, A100.read_bandwidth),
-        ("NVIDIA H100 NVL", (9, 0), 66, H200, H200.read_bandwidth / 2),
+        ("NVIDIA H200", (9, 0), 132, 264, H200, H200.read_bandwidth),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 216, A100, A100.read_bandwidth),
+        ("NVIDIA H100 NVL", (9, 0), 66, 132, H200, H200.read_bandwidth / 2),
     ],
 )
 def test_the_profile_is_read_from_the_device(
@@ -128,13 +149,15 @@ def test_the_profile_is_read_from_the_device(
     name: str,
     capability: tuple[int, int],
     sms: int,
+    workers: int,
     like: object,
     bandwidth: float,
 ) -> None:
     fake_device(monkeypatch, name, capability, sms)
     profile = CudaBackend().profile()
     cuda._profile.cache_clear()
-    assert (profile.name, profile.workers, profile.read_bandwidth) == (name, sms, bandwidth)
+    assert (profile.name, profile.workers, profile.read_bandwidth) == (name, workers, bandwidth)
+    assert f"{sms} SMs" in profile.source
     assert isinstance(like, type(profile))
     assert profile.launch_seconds == like.launch_seconds
     assert ("assumed" in profile.source) == (bandwidth != like.read_bandwidth)

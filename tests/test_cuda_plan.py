@@ -22,7 +22,7 @@ from splitkv.kernels_cuda.attention import attention_launches
 from splitkv.kernels_cuda.cut import plan_on_device
 from splitkv.kernels_cuda.launch import Launch
 from splitkv.kernels_cuda.plan import DevicePlan, bind
-from splitkv.kernels_cuda.primitives import locate
+from splitkv.kernels_cuda.primitives import table_entries, token_offsets
 from splitkv.kernels_cuda.states import Destination
 
 MODES = (
@@ -79,13 +79,15 @@ def test_the_device_cuts_as_the_host_does(splits: dict[str, int], seed: int) -> 
         lengths = random_lengths(dice)
         profile: DeviceProfile = dice.choice([H200, A100])
         window = dice.choice([None, 1, 100, 5000])
+        block = 1 if window is None else dice.choice([1, 1, 4, 100, 5000])
         call = bare_call(
             lengths,
             capacity=max(lengths) + dice.choice([0, 1000]),
             kv_heads=dice.choice([1, 2, 8, 32]),
             packed=dice.random() < 0.3,
             num_queries=dice.choice([1, 3]),
-            sliding_window=window,
+            sliding_window=window if window is None else -(-window // block) * block,
+            window_block=block,
             anchor_tokens=dice.choice([0, 4, 300]),
         )
         on_device = bind(plan_on_device(call, profile, **splits), DEVICE)
@@ -213,29 +215,51 @@ def test_malformed_splits_are_refused(splits: dict[str, int]) -> None:
 
 
 @triton.jit
-def address_kernel(at, table, found, table_strides, page_stride, PAGE_SIZE: tl.constexpr):
+def address_kernel(
+    at, table, found, table_strides, strides, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr
+):
     request = tl.zeros([], tl.int64)
     tokens = at + tl.arange(0, 16)
-    page, slot = locate(
-        tokens, tokens >= 0, request, request, table, table_strides, PAGE_SIZE, False
-    )
-    tl.store(found + tl.arange(0, 16), page * page_stride + slot)
+    page = table_entries(tokens, tokens >= 0, request, table, table_strides, PAGE_SIZE)
+    offsets = token_offsets(page, tokens, at, request, strides, PAGE_SIZE, WIDE)
+    tl.store(found + tl.arange(0, 16), offsets)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_page_offsets_are_widened_before_they_are_multiplied(dtype: torch.dtype) -> None:
-    table = torch.tensor([[0, 3_000_000]], dtype=dtype, device=DEVICE)
+def addresses(
+    at: int, table: list[list[int]], dtype: torch.dtype, strides: tuple[int, int], **how: Any
+) -> list[int]:
+    """Elements from the cache's start to 16 tokens from ``at`` on."""
+    entries = torch.tensor(table, dtype=dtype, device=DEVICE)
     found = torch.empty(16, dtype=torch.int64, device=DEVICE)
     arguments = {
-        "at": 8,
-        "table": table,
+        "at": at,
+        "table": entries,
         "found": found,
-        "table_strides": table.stride(),
-        "page_stride": 276480,
-        "PAGE_SIZE": 16,
+        "table_strides": entries.stride(),
+        "strides": strides,
+        **how,
     }
     Launch(address_kernel, 1, arguments).run(DEVICE)
-    assert found.tolist() == [*range(8, 16), *(3_000_000 * 276480 + slot for slot in range(8))]
+    return found.tolist()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_page_offsets_are_widened_before_they_are_multiplied(
+    dtype: torch.dtype, wide: bool
+) -> None:
+    found = addresses(8, [[0, 3_000_000]], dtype, (276480, 17280), PAGE_SIZE=16, WIDE=wide)
+    second = [3_000_000 * 276480 + slot * 17280 for slot in range(8)]
+    assert found == [*(slot * 17280 for slot in range(8, 16)), *second]
+
+
+def test_rows_that_span_2_31_elements_are_told_apart_when_said_to_be_wide() -> None:
+    row = 2**28
+    expected = [slot * row for slot in range(16)]
+    assert addresses(0, [[0]], torch.int32, (0, row), PAGE_SIZE=16, WIDE=True) == expected
+    assert addresses(0, [[0]], torch.int32, (0, row), PAGE_SIZE=0, WIDE=True) == expected
+    narrow = addresses(0, [[0]], torch.int32, (0, row), PAGE_SIZE=16, WIDE=False)
+    assert narrow != expected, "the control: 32 bits wrap"
 
 
 def test_plans_are_made_where_the_lengths_live(monkeypatch: pytest.MonkeyPatch) -> None:

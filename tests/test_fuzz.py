@@ -62,7 +62,7 @@ def test_fields_that_are_no_feature_are_drawn_too(drawn: list[Case]) -> None:
     }
     assert rare - known == {"fixture"}
     assert {case.spec.layout for case in drawn} == set(Layout)
-    assert {case.memory for case in drawn} == set(Memory) - {Memory.FAR}
+    assert {case.memory for case in drawn} == set(Memory) - {Memory.FAR, Memory.LATENT}
     lengths = {length for case in drawn for length in case.seq_lens}
     assert {0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257} <= lengths
     assert {case.spec.dtype for case in drawn} >= {torch.float16, torch.bfloat16, torch.float64}
@@ -100,6 +100,7 @@ def test_what_is_drawn_can_be_built(drawn: list[Case]) -> None:
         ("mine {} nan=k kv_dtype=int8", "nan is 'k' or 'v'"),
         ("mine {} kv_dtype=float8_e4m3fn poison=inf", "a number of the cache's dtype"),
         ("mine {} memory=ring", "memory=ring needs a window"),
+        ("mine {} memory=latent head_dim_v=17", "head_dim_v of at most head_dim"),
     ],
 )
 def test_malformed_lines_say_what_is_wrong(line: str, message: str) -> None:

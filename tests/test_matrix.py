@@ -14,7 +14,7 @@ from splitkv.kernels_ascend.kernels.budget import UB_BYTES
 from splitkv.matrix import kernel_record
 from splitkv.matrix.case import Case
 from splitkv.matrix.cases import CASES
-from splitkv.matrix.cells import Cell, Word, cell, tables
+from splitkv.matrix.cells import Cell, Word, cell, of_today, tables
 from splitkv.matrix.evidence import (
     ROOT,
     Evidence,
@@ -28,7 +28,7 @@ from splitkv.matrix.evidence import (
     save,
     sources_digest,
 )
-from splitkv.matrix.pages import check
+from splitkv.matrix.pages import check, sources
 from splitkv.matrix.parity import Outcome
 from splitkv.matrix.render import broken, cell_text, support_page, support_yaml
 
@@ -79,6 +79,17 @@ def test_one_failed_run_breaks_the_row_whatever_else_passed() -> None:
     assert said(evidence(), bad).word is Word.BROKEN
     assert cell_text(said(bad)) == f"**broken**: {WINDOWED[0].id} on Some Device"
     assert any(line.startswith("cpu: sliding window:") for line in broken([CPU], [bad], CASES))
+
+
+def test_a_failure_of_code_that_has_changed_is_listed_and_breaks_nothing() -> None:
+    bad = evidence(Outcome.FAILED, cases=WINDOWED[:1])
+    assert of_today([bad], {"cpu": "today"}) == (bad,)
+    assert said(*of_today([evidence(), bad], {"cpu": "tomorrow"})).word is not Word.BROKEN
+    page = support_page([CPU], [bad], CASES, {"cpu": "tomorrow"})
+    assert f"{WINDOWED[0].id} failed then and has not run since" in page
+    broken_cell = f"**broken**: {WINDOWED[0].id}"
+    assert broken_cell not in page
+    assert broken_cell in support_page([CPU], [bad], CASES, SOURCES)
 
 
 def test_runs_of_a_case_that_has_changed_do_not_count() -> None:
@@ -202,7 +213,9 @@ def test_hosts_compare_by_inputs_and_outcome() -> None:
 
 
 def test_the_interpreter_and_the_gpu_bear_each_other_out() -> None:
-    files = {entry.kind: entry for entry in load_all() if entry.backend == "cuda"}
+    files = {
+        entry.kind: entry for entry in of_today(load_all(), sources()) if entry.backend == "cuda"
+    }
     gpu, interpreted = files[Kind.DEVICE], files[Kind.INTERPRETER]
     assert differences(gpu, interpreted) == []
     assert differences(interpreted, gpu) == []

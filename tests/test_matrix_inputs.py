@@ -14,6 +14,7 @@ from splitkv.matrix.case import Case, Memory, make
 from splitkv.matrix.cases import CASES
 from splitkv.matrix.closeness import bounds, errors
 from splitkv.matrix.draw import digest, normal
+from splitkv.matrix.draw import request as drawn_request
 from splitkv.matrix.inputs import build
 from splitkv.matrix.reference import Answer, gather, reference, visible
 
@@ -98,6 +99,25 @@ def test_a_ring_forgets_what_no_query_sees(case: Case) -> None:
     answers = [reference(inputs.call, inputs.sinks) for inputs in (ring, whole)]
     assert torch.equal(answers[0].out, answers[1].out)
     assert torch.equal(answers[0].lse, answers[1].lse)
+
+
+LATENTS = [case for case in CASES if case.memory is Memory.LATENT]
+
+
+@pytest.mark.parametrize("case", LATENTS, ids=lambda case: case.id)
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_latent_values_are_the_first_columns_of_the_keys(case: Case, poisoned: bool) -> None:
+    latent, apart = (
+        build(one, 0, poisoned=poisoned).call.cache
+        for one in (case, replace(case, memory=Memory.PLAIN))
+    )
+    assert latent.v.untyped_storage().data_ptr() == latent.k.untyped_storage().data_ptr()
+    assert apart.v.untyped_storage().data_ptr() != apart.k.untyped_storage().data_ptr()
+    for index in range(0 if poisoned else len(case.seq_lens)):  # poisoned tables hold garbage
+        drawn = drawn_request(case, 0, index)
+        assert torch.equal(gather(latent, index)[0], drawn.k)
+        assert torch.equal(gather(latent, index)[1], drawn.v)
+        assert torch.equal(gather(apart, index)[0], drawn.k)
 
 
 def test_rings_of_the_table_go_round_and_keep_no_more_than_the_window() -> None:

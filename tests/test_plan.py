@@ -53,7 +53,9 @@ def seen_by_some_query(length: int, queries: int, spec: DecodeSpec) -> np.ndarra
         if spec.causal:
             visible &= key <= position
         if spec.sliding_window is not None:
-            visible &= (position - key < spec.sliding_window) | (key < spec.anchor_tokens)
+            block = spec.window_block
+            near = position // block - key // block < spec.sliding_window // block
+            visible &= near | (key < spec.anchor_tokens)
         seen |= visible
     return seen
 
@@ -73,7 +75,8 @@ def executed(plan: SplitPlan, lengths: IntArray, counts: IntArray) -> list[list[
         request = int(plan.request[split])
         start, end = int(plan.start[split]), min(int(plan.end[split]), int(lengths[request]))
         if plan.window_first[split] and plan.spec.sliding_window is not None:
-            window_start = lengths[request] - counts[request] - plan.spec.sliding_window + 1
+            first, block = lengths[request] - counts[request], plan.spec.window_block
+            window_start = (first // block + 1) * block - plan.spec.sliding_window
             start = min(start, max(int(window_start), plan.spec.anchor_tokens))
         if start < end:
             ranges[request].append((start, end))
@@ -97,14 +100,16 @@ profiles = st.builds(
     st.sampled_from([0.0, 3e-6]),
 )
 specs = st.builds(
-    lambda window, anchors, queries, page, causal: spec(
+    lambda window, block, anchors, queries, page, causal: spec(
         page_size=page,
-        sliding_window=window,
+        sliding_window=window if window is None else -(-window // block) * block,
+        window_block=1 if window is None else block,
         anchor_tokens=anchors if window is not None else 0,
         num_queries=queries,
         causal=causal,
     ),
     st.none() | st.integers(1, 300),
+    st.sampled_from([1, 1, 7, 64, 300]),
     st.sampled_from([0, 0, 1, 16, 70]),
     st.sampled_from([1, 1, 4, 9]),
     st.sampled_from([None, 1, 16, 48, 128]),

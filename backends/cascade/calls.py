@@ -155,6 +155,7 @@ def _shared_spec(spec: DecodeSpec) -> DecodeSpec:
         packed_queries=True,
         causal=False,
         sliding_window=None,
+        window_block=1,
         anchor_tokens=0,
         attn_bias=False,
         attn_mask=False,
@@ -198,7 +199,8 @@ def _prefix_call(call: DecodeCall, plan: CascadePlan, rows: _Rows) -> DecodeCall
     table = cache.block_table.index_select(0, rows.table_rows).gather(1, rows.columns)
     q = call.q.reshape(-1, spec.num_q_heads, spec.head_dim).index_select(0, rows.queries)
     pages = PagedCache(cache.k, cache.v, table, rows.lengths, cache.layout)
-    return DecodeCall(q, pages, spec, rows.offsets, k_scale=call.k_scale, v_scale=call.v_scale)
+    scales = {name: getattr(call, name) for name in ("k_scale", "v_scale", "k_zero", "v_zero")}
+    return DecodeCall(q, pages, spec, rows.offsets, **scales)
 
 
 def _suffix_call(call: DecodeCall, plan: CascadePlan) -> DecodeCall:

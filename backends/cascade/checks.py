@@ -36,6 +36,10 @@ def check_cascade_types(cache: object, spec: object, tensors: Mapping[str, objec
         )
     check_types(spec, cache, tensors)
     assert isinstance(spec, DecodeSpec)
+    if spec.kv_start:
+        raise ValueError(
+            "kv_start: the queries of a cascade's group see all of its pages; use decode"
+        )
     if (cache.layout, cache.page_size) != (spec.layout, spec.page_size):
         raise ValueError(
             f"the cache has layout {cache.layout.value} and page size {cache.page_size}, the spec "
@@ -58,6 +62,8 @@ def check_plannable(
         sinks=False,
         k_scale=None,
         v_scale=None,
+        k_zero=False,
+        v_zero=False,
     )
     rows: tuple[int, ...] = (cache.batch, spec.num_queries)
     if spec.packed_queries and cu_seqlens_q is not None:

@@ -77,6 +77,8 @@ def cascade_decode(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
     backend: str | None = None,
     validate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -106,6 +108,8 @@ def cascade_decode(
         attn_mask=attn_mask,
         k_scale=k_scale,
         v_scale=v_scale,
+        k_zero=k_zero,
+        v_zero=v_zero,
         backend=backend,
         validate=validate,
     )
@@ -124,6 +128,8 @@ def cascade_partial(
     attn_mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_zero: Tensor | None = None,
+    v_zero: Tensor | None = None,
     backend: str | None = None,
     validate: str | None = None,
 ) -> PartialState:
@@ -145,6 +151,8 @@ def cascade_partial(
         "attn_mask": attn_mask,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "k_zero": k_zero,
+        "v_zero": v_zero,
     }
     check_cascade_types(cache, spec, {"q": q, **extras})
     squeezed = not spec.packed_queries and q.ndim == 3
