@@ -6,20 +6,14 @@ of 4k. tree: a tree of 64 draft nodes beside 64 causal queries. Each part replac
 results file of its device.
 """
 
-import argparse
-import gc
-import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.grid.results import FOLDER
-from benchmarks.sweeps import Where, headlines, micro, save, turns_of
+from benchmarks.parts import Part, Where, micro, run_parts, turns_of
 from splitkv.backends.decode import decode
 from splitkv.backends.registry import select
 from splitkv.cli.bench_timing import Candidate
@@ -30,34 +24,10 @@ _PAGE = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.features", description=__doc__)
-    add = parser.add_argument
-    add("--only", default=",".join(PARTS), help=f"parts between commas, of {list(PARTS)}")
-    add("--turns", type=int, default=7, help="interleaved repeats (default 7)")
-    add("--seconds", type=float, default=float("inf"), help="start no part after that long")
-    add("--quick", action="store_true", help="tiny sizes: does it run")
-    add("--device", help="(default: cuda where there is one, else cpu)")
-    add("--out", type=Path, default=FOLDER, help="folder (default: benchmarks/results)")
-    args = parser.parse_args(arguments)
-    unknown = [name for name in args.only.split(",") if name not in PARTS]
-    if unknown:
-        parser.error(f"--only: unknown {unknown}, known: {list(PARTS)}")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    where, start = Where(device, args.turns, args.quick), time.monotonic()
-    for name in args.only.split(","):
-        if time.monotonic() - start > args.seconds:
-            print(f"out of time before {name}")
-            break
-        found: dict[str, object] = dict(PARTS[name](where))
-        print(f"{name}: {json.dumps(headlines(found))}", flush=True)
-        save(name, found, where, args.out, "features")
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return 0
+    return run_parts("features", __doc__, PARTS, arguments, turns=7)
 
 
-def quantised(where: Where) -> dict[str, float]:
+def quantised(where: Where) -> Mapping[str, object]:
     """bfloat16, int8 and both 8-bit floats, a scale for each kv head."""
     batch, length = (2, 256) if where.quick else (64, 8192)
     ways = {}
@@ -74,7 +44,7 @@ def quantised(where: Where) -> dict[str, float]:
     return {"batch": batch, "length": length} | found | rates
 
 
-def latent(where: Where) -> dict[str, float]:
+def latent(where: Where) -> Mapping[str, object]:
     """K of 576 columns, V the first 512 of them."""
     batch, length, heads = (2, 256, 16) if where.quick else (64, 8192, 128)
     spec = DecodeSpec(
@@ -102,7 +72,7 @@ def latent(where: Where) -> dict[str, float]:
     }
 
 
-def window(where: Where) -> dict[str, float]:
+def window(where: Where) -> Mapping[str, object]:
     """16 requests."""
     batch, length, seen = (2, 512, 64) if where.quick else (16, 131072, 4096)
     ways = {
@@ -113,7 +83,7 @@ def window(where: Where) -> dict[str, float]:
     return found | {"over_short": round(found["window_us"] / found["short_us"], 3)}
 
 
-def tree(where: Where) -> dict[str, float]:
+def tree(where: Where) -> Mapping[str, object]:
     """8 requests of 8k, each with 64 queries; the mask shows a node its ancestors and itself."""
     batch, length, nodes = (2, 256, 8) if where.quick else (8, 8192, 64)
     parents = [(node - 1) // 2 for node in range(nodes)]
@@ -131,7 +101,7 @@ def tree(where: Where) -> dict[str, float]:
     return found | {"over_causal": round(found["tree_us"] / found["causal_us"], 3)}
 
 
-PARTS: dict[str, Callable[[Where], dict[str, float]]] = {
+PARTS: dict[str, Part] = {
     "quantised": quantised,
     "latent": latent,
     "window": window,

@@ -7,17 +7,13 @@ merge: 16 states of [256, 32, 128] in bfloat16. plan: host and device time of pl
 replaces itself in the results file of its device, and is written when it is done.
 """
 
-import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -25,17 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.grid.measure import EAGER, GRAPH, calls_per_turn
 from benchmarks.grid.points import SUBSETS, TINY
-from benchmarks.grid.results import FOLDER, code_digest, file_name
+from benchmarks.parts import Part, Where, backend_of, micro, run_parts, turns_of
 from splitkv.backends.base import Backend
-from splitkv.backends.registry import BACKENDS, select
+from splitkv.backends.registry import select
 from splitkv.cli.bench_shapes import Shape, Step, ours, steps
-from splitkv.cli.bench_timing import Call, Candidate, Timing, kernel_timer, take_turns
+from splitkv.cli.bench_timing import Call, Candidate, Timing
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
 from splitkv.common.state import PartialState
-from splitkv.matrix.machine import this_machine
 
 PAGE = 16
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -43,50 +37,8 @@ _SPLITS = sorted({round(1.19**power) for power in range(36)})
 """1 to 441: each number of splits within 19 % of one that is tried, all up to 6 tried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """quick: sizes for trying this file on a CPU."""
-
-    device: torch.device
-    turns: int
-    quick: bool
-
-    @property
-    def cold_bytes(self) -> int:
-        return 1 << 20 if self.quick else 192 << 20
-
-    def count(self, kv_bytes: int) -> int:
-        """Calls per turn."""
-        mode = GRAPH if self.device.type == "cuda" else EAGER
-        return calls_per_turn(mode, kv_bytes, self.device)
-
-
-Part = Callable[[Where], dict[str, object]]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.sweeps", description=__doc__)
-    add = parser.add_argument
-    add("--only", default=",".join(PARTS), help=f"parts between commas, of {list(PARTS)}")
-    add("--turns", type=int, default=5, help="interleaved repeats (default 5)")
-    add("--seconds", type=float, default=float("inf"), help="start no part after that long")
-    add("--quick", action="store_true", help="tiny sizes: does it run")
-    add("--device", help="(default: cuda where there is one, else cpu)")
-    add("--out", type=Path, default=FOLDER, help="folder (default: benchmarks/results)")
-    args = parser.parse_args(arguments)
-    unknown = [name for name in args.only.split(",") if name not in PARTS]
-    if unknown:
-        parser.error(f"--only: unknown {unknown}, known: {list(PARTS)}")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    where, start = Where(device, args.turns, args.quick), time.monotonic()
-    for name in args.only.split(","):
-        if time.monotonic() - start > args.seconds:
-            print(f"out of time before {name}")
-            break
-        found = PARTS[name](where)
-        print(f"{name}: {json.dumps(headlines(found))}", flush=True)
-        save(name, found, where, args.out)
-    return 0
+    return run_parts("sweeps", __doc__, PARTS, arguments)
 
 
 # The parts
@@ -163,7 +115,7 @@ def split_sweep(where: Where) -> dict[str, object]:
 def merge_figures(where: Where) -> dict[str, object]:
     """16 states of [256, 32, 128], ``out`` in bfloat16, more of them than a cache holds."""
     rows, heads, dim = (8, 4, 64) if where.quick else (256, 32, 128)
-    backend = _backend(where.device)
+    backend = backend_of(where.device)
     sets = [States16.random(where, rows, heads, dim) for _ in range(2 if where.quick else 8)]
     wide = [states.widened() for states in sets]
     ways = {"float32": Candidate([partial(backend.merge, states) for states in wide])}
@@ -182,7 +134,7 @@ def merge_figures(where: Where) -> dict[str, object]:
 def plan_figures(where: Where) -> dict[str, object]:
     """Median host time of ``plan`` and ``refresh``, and of planning on the device."""
     found: dict[str, object] = {}
-    backend = _backend(where.device)
+    backend = backend_of(where.device)
     for batch in (2, 4) if where.quick else (1, 64, 256):
         found |= _planning(where, backend, batch)
     return found
@@ -257,11 +209,6 @@ def _automatic(where: Where, shape: Shape) -> Timing:
     return turns_of(where, {"splitkv": candidate}, shape.kv_bytes)["splitkv"]
 
 
-def turns_of(where: Where, ways: dict[str, Candidate], kv_bytes: int) -> dict[str, Timing]:
-    timer, count = kernel_timer(where.device), where.count(kv_bytes)
-    return take_turns({name: timer.ready(way, count) for name, way in ways.items()}, where.turns)
-
-
 def _host(call: Call, where: Where) -> float:
     repeats = 20 if where.quick else 300
     seconds = []
@@ -270,10 +217,6 @@ def _host(call: Call, where: Where) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return micro(median(seconds))
-
-
-def _backend(device: torch.device) -> Backend:
-    return next(backend for backend in BACKENDS if backend.device_type == device.type)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,40 +251,6 @@ def _flashinfer_merge(states: Sequence[States16]) -> Candidate:
         for s in states
     ]
     return Candidate([partial(call, out, lse) for out, lse in pairs])
-
-
-def micro(seconds: float) -> float:
-    return float(f"{seconds * 1e6:.5g}")
-
-
-# Results
-
-
-def headlines(found: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in found.items() if not isinstance(value, list | dict)}
-
-
-def save(
-    name: str, found: dict[str, object], where: Where, folder: Path, kind: str = "sweeps"
-) -> None:
-    machine = this_machine(where.device)
-    file = file_name(machine.device).replace("grid@", f"{kind}@")
-    known: dict[str, object] = {}
-    for path in dict.fromkeys((FOLDER / file, folder / file)):
-        if path.is_file():
-            known |= json.loads(path.read_text(encoding="utf-8"))
-    facts = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": machine.device,
-        "driver": machine.driver,
-        "versions": machine.versions,
-        "digest": code_digest(_backend(where.device).name),
-        "turns": where.turns,
-    }
-    known[name] = facts | found
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [f"{json.dumps(part)}: {json.dumps(value)}" for part, value in known.items()]
-    (folder / file).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from splitkv.common.spec import DecodeSpec, Feature
 from splitkv.common.support import dtype_name
 from splitkv.matrix.case import Case, Size
 from splitkv.matrix.cases import CASES
-from splitkv.matrix.cells import Word, cell, of_today, tables
-from splitkv.matrix.evidence import load_all
-from splitkv.matrix.pages import sources
+from splitkv.matrix.cells import Word, cell, tables
+from splitkv.matrix.pages import evidence_of_today
 from splitkv.matrix.parity import Outcome, Result, run_case
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def _parity(cases: Sequence[Case]) -> Parity:
 
 
 def _matrix_words() -> Words:
-    evidence = of_today(load_all(), sources())
+    evidence = evidence_of_today()
     rows = tables(CASES)["Feature"]
     return {
         backend.name: Counter(cell(row, backend, evidence, CASES).word for row in rows)

@@ -6,9 +6,8 @@ from splitkv.backends.registry import BACKENDS
 from splitkv.cli.output import print_json, print_table
 from splitkv.common.spec import Feature
 from splitkv.matrix.cases import CASES
-from splitkv.matrix.cells import cell, of_today, tables
-from splitkv.matrix.evidence import load_all
-from splitkv.matrix.pages import FOLDER, check, data, sources
+from splitkv.matrix.cells import cell, tables
+from splitkv.matrix.pages import FOLDER, check, data, evidence_of_today
 
 HELP = "The support matrix: who takes what, and on what evidence."
 
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(data())
         return 0
-    evidence = of_today(load_all(), sources())
+    evidence = evidence_of_today()
     rows = tables(CASES)["Feature"]
     columns = ["feature", *(backend.name for backend in BACKENDS)]
     lines = [

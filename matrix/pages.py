@@ -7,7 +7,7 @@ from splitkv.backends.registry import BACKENDS
 from splitkv.matrix import kernel_record
 from splitkv.matrix.cases import CASES
 from splitkv.matrix.cells import of_today
-from splitkv.matrix.evidence import load_all, sources_digest
+from splitkv.matrix.evidence import Evidence, load_all, sources_digest
 from splitkv.matrix.render import broken, support_data, support_page, support_yaml
 
 FOLDER = Path(__file__).parent
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 def pages() -> dict[Path, str]:
     """What each generated file must hold now."""
-    evidence, today = load_all(), sources()
+    evidence, today = load_all(), _sources()
     kernels = kernel_record.section(kernel_record.load(), kernel_record.digest())
     return {
         FOLDER / "SUPPORT.md": support_page(BACKENDS, evidence, CASES, today) + "\n" + kernels,
@@ -25,7 +25,7 @@ def pages() -> dict[Path, str]:
 
 def data() -> dict[str, object]:
     """What support.yaml must hold now."""
-    return support_data(BACKENDS, load_all(), CASES, sources())
+    return support_data(BACKENDS, load_all(), CASES, _sources())
 
 
 def write() -> list[Path]:
@@ -47,10 +47,14 @@ def check() -> list[str]:
         )
     if found:
         found.append("the support matrix is out of date: run python -m splitkv.matrix")
-    today = of_today(load_all(), sources())
-    return found + [f"broken: {line}" for line in broken(BACKENDS, today, CASES)]
+    return found + [f"broken: {line}" for line in broken(BACKENDS, evidence_of_today(), CASES)]
 
 
-def sources() -> dict[str, str]:
+def evidence_of_today() -> tuple[Evidence, ...]:
+    """What is recorded, as cells take it."""
+    return of_today(load_all(), _sources())
+
+
+def _sources() -> dict[str, str]:
     """Today's digest of each backend's code."""
     return {backend.name: sources_digest(backend.name) for backend in BACKENDS}

@@ -28,7 +28,7 @@ from splitkv.matrix.evidence import (
     save,
     sources_digest,
 )
-from splitkv.matrix.pages import check, sources
+from splitkv.matrix.pages import check, evidence_of_today
 from splitkv.matrix.parity import Outcome
 from splitkv.matrix.render import broken, cell_text, support_page, support_yaml
 
@@ -213,9 +213,7 @@ def test_hosts_compare_by_inputs_and_outcome() -> None:
 
 
 def test_the_interpreter_and_the_gpu_bear_each_other_out() -> None:
-    files = {
-        entry.kind: entry for entry in of_today(load_all(), sources()) if entry.backend == "cuda"
-    }
+    files = {entry.kind: entry for entry in evidence_of_today() if entry.backend == "cuda"}
     gpu, interpreted = files[Kind.DEVICE], files[Kind.INTERPRETER]
     assert differences(gpu, interpreted) == []
     assert differences(interpreted, gpu) == []
