@@ -20,7 +20,7 @@ from splitkv.common.cache import (
     RingCache,
     check_offsets,
 )
-from splitkv.common.spec import FLOAT_DTYPES, Layout
+from splitkv.common.spec import FLOAT_DTYPES, INT4, Layout
 from splitkv.common.support import UnsupportedError, Why, dtype_name
 from splitkv.common.visibility import as_lengths
 
@@ -59,7 +59,8 @@ def append_kv(
     k_scale, v_scale: float [1], [K] or [B, K], for 8-bit float caches: the code is row / scale, and
     what lies beyond the format's largest number, infinities included, becomes that number (448 for
     e4m3fn); NaN stays NaN. No scale is chosen here: with scales per token or channel, or with zero
-    points, the caller makes the codes and appends them.
+    points, the caller makes the codes and appends them; of an int4 cache two in a byte, rows [B, S,
+    K, D / 2] (``splitkv.common.quantised`` makes them).
 
     Where the cache's v lies in the memory of its k, as for MLA, rows of v must be what rows of k
     put there: v is written last. Rows may lie in the cache themselves; they are copied first.
@@ -71,7 +72,7 @@ def append_kv(
             for one slot, a scale that is not finite and above 0 or that the cache does not take, a
             cache that is expanded or made in inference mode and written outside of it, or a tensor
             that requires grad. Nothing is written then.
-        UnsupportedError: an int8 cache and rows that are not int8 codes yet.
+        UnsupportedError: an int8 or int4 cache and rows that are not its codes yet.
     """
     _check_types(cache, k, v)
     if k.ndim == 3 and v.ndim == 3:
@@ -166,15 +167,19 @@ def _codes(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, name: str) ->
             raise ValueError(f"{name} needs an 8-bit float cache, the cache is {dtype_name(dtype)}")
         return rows.to(dtype)
     if dtype not in _FLOAT8:
-        raise UnsupportedError(
-            f"append_kv does not quantise to {dtype_name(dtype)}: no rounding rule is declared "
-            f"({Why.NOT_YET.value}); quantise the rows and append the codes"
-        )
+        raise _unrounded(dtype)
     values = rows.to(torch.float32)
     if scale is not None:
         values = values / _broadcast(scale, rows, name)
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype)  # clamp keeps NaN
+
+
+def _unrounded(dtype: torch.dtype) -> UnsupportedError:
+    return UnsupportedError(
+        f"append_kv does not quantise to {dtype_name(dtype)}: no rounding rule is declared "
+        f"({Why.NOT_YET.value}); quantise the rows and append the codes"
+    )
 
 
 def _broadcast(scale: Tensor, rows: Tensor, name: str) -> Tensor:
@@ -261,6 +266,8 @@ def _check_no_grad(name: str, tensor: Tensor) -> None:
 
 def _check_rows(name: str, rows: Tensor, target: Tensor, batch: int) -> None:
     heads, dim = target.shape[2:]
+    if target.dtype == INT4 and rows.dtype != INT4:
+        raise _unrounded(target.dtype)
     if rows.ndim != 4 or (rows.shape[0], *rows.shape[2:]) != (batch, heads, dim):
         raise ValueError(
             f"{name} must be [{batch}, S, {heads}, {dim}] or [{batch}, {heads}, {dim}] "

@@ -82,6 +82,11 @@ _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
         "the operators' antiquant offsets come with antiquant scales, which have no route here",
         "dequantise into a 16-bit cache",
     ),
+    Feature.KV_INT4: No(
+        Why.NOT_YET,
+        "no route unpacks int4 codes or applies the scales of their groups",
+        "dequantise into a 16-bit cache",
+    ),
 }
 
 

@@ -62,6 +62,10 @@ class Backend(ABC):
     def merge(self, states: Sequence[PartialState] | PartialState) -> PartialState:
         """States of the same queries over disjoint keys, merged."""
 
+    def profile_for(self, spec: DecodeSpec) -> DeviceProfile:
+        """The device as the planner sees it when ``spec`` is computed: what ``plan`` cuts for."""
+        return self.profile()
+
     def refusals(self, spec: DecodeSpec) -> list[str]:
         """Every reason why it does not take ``spec``: value, limit, what to do. Needs no device."""
         return self.support.refusals(spec)
@@ -93,7 +97,7 @@ class Backend(ABC):
         return plan_splits(
             spec,
             seq_lens,
-            profile=self.profile(),
+            profile=self.profile_for(spec),
             num_splits=num_splits,
             split_size=split_size,
             capacity=capacity,

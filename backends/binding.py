@@ -6,6 +6,8 @@ compared with it: the shapes, and what the host can read of lengths and block ta
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,6 +17,50 @@ from splitkv.common.call import DecodeCall
 from splitkv.common.validate import Validate
 
 Facts = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Indices:
+    """Lengths, offsets, a table or starts as they were: in values where no device has to be waited
+    for.
+
+    place, view: address, shape, strides and dtype of ``tensor`` on the host, and an array there
+    (None: not contiguous): while the tensor stays in place, its values are looked at where they
+    are. values: dtype and bytes; None on a device, where ``place`` has shape, dtype and device.
+    """
+
+    tensor: Tensor
+    place: Facts
+    view: npt.NDArray[np.generic] | None
+    values: tuple[torch.dtype, bytearray] | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Indices":
+        if not tensor.is_cpu:
+            return cls(tensor, _facts(tensor), None, None)
+        array = tensor.numpy()
+        view = array if array.flags.c_contiguous else None
+        return cls(tensor, _place(tensor), view, (tensor.dtype, bytearray(array.tobytes())))
+
+    def still(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is like the one of then, values and all where they are on the host."""
+        if self.values is None:
+            return _facts(tensor) == self.place
+        dtype, values = self.values
+        view = self.view
+        if tensor is self.tensor and view is not None and _place(tensor) == self.place:
+            # bytearray first: it compares memory; Tensor.numpy() alone takes longer than that
+            return values == view
+        # with as many requests as q, bytes and dtype fix the shape
+        return tensor.is_cpu and tensor.dtype == dtype and values == tensor.numpy().tobytes()
+
+
+def _facts(tensor: Tensor) -> Facts:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _place(tensor: Tensor) -> Facts:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +76,7 @@ class Checked:
     v: torch.Size
     may_need_grad: bool
     extras: Facts
-    indices: Facts
+    indices: tuple[Indices | None, ...]
 
     @classmethod
     def of(cls, backend: Backend, call: DecodeCall) -> "Checked":
@@ -42,12 +88,22 @@ class Checked:
             v.shape,
             torch.is_grad_enabled(),
             _extras(call),
-            _indices(call),
+            tuple(None if x is None else Indices.of(x) for x in _indices(call)),
         )
 
     def vouches_for(self, call: DecodeCall, level: Validate) -> bool:
         """Whether a check of ``call`` at ``level`` would find nothing that this one's did not."""
-        return self._is_like(call) and (level is Validate.NONE or _indices(call) == self.indices)
+        if not self._is_like(call):
+            return False
+        if level is Validate.NONE:
+            return True
+        for known, tensor in zip(self.indices, _indices(call), strict=True):
+            if known is None or tensor is None:
+                if known is not None or tensor is not None:
+                    return False
+            elif not known.still(tensor):
+                return False
+        return True
 
     def _is_like(self, call: DecodeCall) -> bool:
         """Whether the tensors of ``call`` are like the checked ones in all but values."""
@@ -77,18 +133,9 @@ def _extras(call: DecodeCall) -> Facts:
     )
 
 
-def _indices(call: DecodeCall) -> Facts:
-    """Lengths, offsets, table and starts: in values where no device has to be waited for."""
+def _indices(call: DecodeCall) -> tuple[Tensor | None, ...]:
+    """Lengths or offsets, table, and what counts queries and skips positions."""
     cache = call.cache
     lengths = cache.cu_seqlens_k if isinstance(cache, PackedCache) else cache.seq_lens
     table = cache.block_table if isinstance(cache, PagedCache) else None
-    return _values(lengths), _values(table), _values(call.cu_seqlens_q), _values(call.kv_start)
-
-
-def _values(indices: Tensor | None) -> Facts | None:
-    if indices is None:
-        return None
-    if not indices.is_cpu:
-        return indices.shape, indices.dtype, indices.device
-    # with as many requests as q, bytes and dtype fix the shape; torch.equal on a table takes longer
-    return indices.dtype, indices.numpy().tobytes()
+    return lengths, table, call.cu_seqlens_q, call.kv_start

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache
-from splitkv.common.quantised import kinds_of
-from splitkv.common.spec import QUANTISED_DTYPES, Layout, ScaleKind
+from splitkv.common.quantised import kinds_of, scale_shapes
+from splitkv.common.spec import INT4, QUANTISED_DTYPES, Layout, ScaleKind, codes_per_item
 from splitkv.common.validate import layout_of
 from splitkv.common.visibility import as_lengths
 
@@ -122,7 +122,7 @@ def spec_fields(
         "num_q_heads": int(q.shape[-2]),
         "num_kv_heads": int(cache.num_kv_heads),
         "head_dim": int(q.shape[-1]),
-        "head_dim_v": int(cache.v.shape[-1]),
+        "head_dim_v": int(cache.v.shape[-1]) * codes_per_item(cache.v.dtype),
         "layout": cache.layout,
         "dtype": q.dtype,
         "kv_dtype": cache.k.dtype,
@@ -142,9 +142,12 @@ def _scale_kind(name: str, scale: Scale | None, cache: Cache) -> ScaleKind | Non
         raise ValueError(
             f"{name} needs a quantised cache {QUANTISED_DTYPES}, the cache is {cache.k.dtype}"
         )
+    part = cache.k if name.startswith("k") else cache.v
+    if part.dtype == INT4:
+        _check_groups(name, scale, part, cache)
+        return ScaleKind.GROUP
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return ScaleKind.TENSOR
-    part = cache.k if name.startswith("k") else cache.v
     kinds = kinds_of(tuple(scale.shape), part, cache)
     if len(kinds) == 1:
         return kinds[0]
@@ -160,9 +163,25 @@ def _scale_kind(name: str, scale: Scale | None, cache: Cache) -> ScaleKind | Non
     )
 
 
+def _check_groups(name: str, scale: Scale, part: Tensor, cache: Cache) -> None:
+    allowed = scale_shapes(ScaleKind.GROUP, part, cache)
+    if not isinstance(scale, Tensor) or tuple(scale.shape) not in allowed:
+        got = list(scale.shape) if isinstance(scale, Tensor) else scale
+        wanted = " or ".join(str(list(shape)) for shape in allowed)
+        raise ValueError(
+            f"{name} of int4 codes has one for each group of 16, 32, .. elements of the head dim: "
+            f"it must be {wanted or 'of a head dim that 16 divides'}, got {got}"
+        )
+
+
 def scale_tensor(scale: Scale | None, device: torch.device) -> Tensor | None:
-    """As ``decode`` takes it: float32 on ``device``, a number as [1]."""
+    """As ``decode`` takes it: on ``device``, a number as [1]; groups of int4 codes, which are many,
+    in the float dtype that they have, all else in float32.
+    """
     if scale is None:
         return None
+    many = isinstance(scale, Tensor) and scale.ndim > 2
+    if isinstance(scale, Tensor) and many and scale.is_floating_point():
+        return scale.to(device)
     tensor = torch.as_tensor(scale, dtype=torch.float32, device=device)
-    return tensor.reshape(1) if tensor.numel() == 1 else tensor
+    return tensor.reshape(1) if tensor.numel() == 1 and tensor.ndim < 3 else tensor

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
-from splitkv.common.spec import DecodeSpec, ScaleKind
+from splitkv.common.spec import INT4, SMALLEST_GROUP, DecodeSpec, ScaleKind
 from splitkv.common.visibility import IntArray, as_lengths, visible_bounds, window_start
 
 ROW_PADDING = 16
@@ -143,19 +143,23 @@ def scratch_bytes(spec: DecodeSpec) -> int:
 
     Up to twice ``OPERAND_BYTES`` each for tiles of K and V and for gathered rows, and
     ``SCORE_BYTES``; more where ``PAD_TOKENS`` tokens of all heads are larger than that, and where
-    scales and zero points of a tile's tokens are read beside it.
+    scales and zero points of a tile's tokens are read beside it, and bytes of int4 codes.
     """
     steps = min(spec.num_queries, max(QUERY_ROWS // spec.num_q_heads, 1))
     width = 8 if torch.float64 in (spec.dtype, spec.cache_dtype) else 4
     tokens = tile_tokens(spec, 1)
     row = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v) * width
     scores = tile_tokens(spec, steps) * steps * spec.num_q_heads * width
-    by_token = sum(
-        1 + zero
-        for kind, zero in ((spec.k_scale, spec.k_zero), (spec.v_scale, spec.v_zero))
-        if kind is ScaleKind.TOKEN
-    )
-    numbers = by_token * tokens * (spec.num_kv_heads + ROW_PADDING) * width
+    numbers = 0
+    for kind, zero, dim in (
+        (spec.k_scale, spec.k_zero, spec.head_dim),
+        (spec.v_scale, spec.v_zero, spec.head_dim_v),
+    ):
+        if kind in (ScaleKind.TOKEN, ScaleKind.GROUP):
+            each = 1 if kind is ScaleKind.TOKEN else dim // SMALLEST_GROUP
+            numbers += (1 + zero) * tokens * (spec.num_kv_heads * each + ROW_PADDING) * width
+        if spec.cache_dtype == INT4:
+            numbers += tokens * (spec.num_kv_heads * dim // 2 + ROW_PADDING) * width
     return 3 * tokens * row + numbers + max(scores, SCORE_BYTES)
 
 

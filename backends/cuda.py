@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from splitkv.backends.base import Backend, device_missing
+from splitkv.backends.repeated import Repeats
 from splitkv.common.call import DecodeCall
-from splitkv.common.plan import SplitPlan, plan_splits
+from splitkv.common.plan import SplitPlan
 from splitkv.common.profile import A100, H200, DeviceProfile
 from splitkv.common.spec import QUANTISED_DTYPES, DecodeSpec, Feature
 from splitkv.common.state import PartialState, as_list, merge_states_torch, stack_states
 from splitkv.common.support import No, Range, Support, Why, dtype_name
-from splitkv.common.visibility import IntArray
 
 if TYPE_CHECKING:
+    from splitkv.kernels_cuda.bound import RepeatedDecode
     from splitkv.kernels_cuda.states import Destination
 
 _SMALLEST_CAPABILITY = (8, 0)
@@ -28,15 +29,17 @@ E4M3_CAPABILITY = (8, 9)
 """The first with an instruction that converts e4m3; triton compiles the type for no earlier one."""
 _WIDEST_QUANTISED = 256
 
-_PROGRAMS = 2
-"""Of the split kernel, that share a multiprocessor."""
+_LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""With 100 KB of it in a multiprocessor (CUDA C++ programming guide, compute capabilities): room
+for one program of 65 KB, where 164 KB and more have room for two.
+"""
 _WIDEST_WITH_COMPANY = 256
-"""Head dims up to which they do."""
+"""Head dims up to which a profile's neighbours share a multiprocessor."""
 
 _NO_TRITON = "triton is not installed; pip install 'splitkv[cuda]'"
 
 
-class CudaBackend(Backend):
+class CudaBackend(Backend, Repeats):
     """Triton kernels: one for the splits, one that merges them, by a plan of host or device."""
 
     name = "cuda"
@@ -55,6 +58,12 @@ class CudaBackend(Backend):
                 Why.NOT_YET,
                 "the kernels multiply queries and keys of one dtype",
                 "convert q to the cache's dtype",
+            ),
+            Feature.KV_INT4: No(
+                Why.NOT_YET,
+                "the compiled kernel answered wrongly on an H200 (2026-11-30), as it does not in "
+                "Triton's interpreter",
+                "use a cache of int8 or float8",
             ),
         },
     )
@@ -99,31 +108,13 @@ class CudaBackend(Backend):
     def profile(self) -> DeviceProfile:
         return _profile(torch.cuda.current_device())
 
-    def plan(
-        self,
-        spec: DecodeSpec,
-        seq_lens: Sequence[int] | IntArray,
-        *,
-        num_splits: int | None = None,
-        split_size: int | None = None,
-        capacity: int | None = None,
-    ) -> SplitPlan:
-        return plan_splits(
-            spec,
-            seq_lens,
-            profile=self._profile_for(spec),
-            num_splits=num_splits,
-            split_size=split_size,
-            capacity=capacity,
-        )
-
-    def _profile_for(self, spec: DecodeSpec) -> DeviceProfile:
+    def profile_for(self, spec: DecodeSpec) -> DeviceProfile:
         """Wide heads take a multiprocessor to themselves, and a program for every 64 rows."""
         profile = self.profile()
         if max(spec.head_dim, spec.head_dim_v) <= _WIDEST_WITH_COMPANY:
             return profile
         row_tiles = -(-spec.num_queries * spec.group // 64)
-        workers = max(profile.workers // (_PROGRAMS * row_tiles), 1)
+        workers = max(profile.workers // (profile.neighbours * row_tiles), 1)
         return replace(profile, workers=workers, neighbours=1, alone=1.0, together=1.0)
 
     def plan_for(
@@ -137,7 +128,7 @@ class CudaBackend(Backend):
         from splitkv.kernels_cuda.cut import plan_on_device
 
         return plan_on_device(
-            call, self._profile_for(call.spec), num_splits=num_splits, split_size=split_size
+            call, self.profile_for(call.spec), num_splits=num_splits, split_size=split_size
         )
 
     def partial(self, call: DecodeCall, plan: SplitPlan | None) -> PartialState:
@@ -167,6 +158,14 @@ class CudaBackend(Backend):
             lse = torch.empty(call.rows, device=device)
         self._attend(call, plan, Destination(out, lse), sinks)
         return out, lse
+
+    def repeated(
+        self, call: DecodeCall, plan: SplitPlan, sinks: Tensor | None, out: Tensor, lse: Tensor
+    ) -> "RepeatedDecode | None":
+        from splitkv.kernels_cuda.bound import repeated_decode
+        from splitkv.kernels_cuda.plan import bind
+
+        return repeated_decode(call, bind(plan, call.q.device), plan.bound, sinks, out, lse)
 
     def _attend(
         self,
@@ -199,10 +198,15 @@ class InterpretedCudaBackend(CudaBackend):
     """The same kernels on CPU tensors in Triton's interpreter.
 
     A run of it is evidence for the kernels' arithmetic, not for any device.
-    Not in the registry: nobody gets it without naming it. It plans as for an H200.
+    Not in the registry: nobody gets it without naming it. It plans as for an H200, and takes int4
+    caches, whose kernel is right here.
     """
 
     device_type = "cpu"
+    support = replace(
+        CudaBackend.support,
+        features={**CudaBackend.support.features, Feature.KV_INT4: None},
+    )
 
     @property
     def evidence(self) -> str:
@@ -238,8 +242,12 @@ def _dotted(capability: tuple[int, int]) -> str:
 def _profile(device: int) -> DeviceProfile:
     """Multiprocessors are read from the device; the other numbers are the nearest known one's."""
     properties = torch.cuda.get_device_properties(device)
-    known = H200 if torch.cuda.get_device_capability(device) >= (9, 0) else A100
-    workers = properties.multi_processor_count * _PROGRAMS
+    capability = torch.cuda.get_device_capability(device)
+    known = H200 if (9, 0) <= capability < (12, 0) else A100
+    if capability in _LITTLE_SHARED_MEMORY:
+        cores = known.workers // known.neighbours
+        known = replace(known, workers=cores, neighbours=1, alone=1.0, together=1.0)
+    workers = properties.multi_processor_count * known.neighbours
     exact = any(name in properties.name for name in ("H200", "A100"))
     return replace(
         known,

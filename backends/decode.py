@@ -3,13 +3,17 @@ did.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from splitkv.backends.base import Backend
 from splitkv.backends.binding import Checked
 from splitkv.backends.registry import BACKENDS, select
+from splitkv.backends.repeated import Repeated, Repeats, request
 from splitkv.common.cache import Cache, RingCache
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
@@ -64,6 +68,16 @@ def decode(
         ValueError: malformed, with argument, value and limit.
         UnsupportedError: well formed, and refused by ``backend`` (or by all), with every reason.
     """
+    asked = None
+    if plan is not None and kv_start is None and num_splits is split_size is None:
+        # a call that repeats, in all but places, one that its plan has served on a GPU
+        masks = (cu_seqlens_q, alibi_slopes, attn_bias, attn_mask)
+        others = (*masks, k_scale, v_scale, k_zero, v_zero, sinks, out, lse)
+        asked = request(plan, q, cache, spec, others, backend, validate)
+        if asked is not None and (again := cast("Repeated | None", plan.bound.get(asked[0]))):
+            answer = again(asked[1], out, lse)
+            if answer is not None:
+                return answer
     extras = {
         "cu_seqlens_q": cu_seqlens_q,
         "kv_start": kv_start,
@@ -84,6 +98,12 @@ def decode(
     squeezed = call.q is not q
     _check_destination("out", out, (*q.shape[:-1], spec.head_dim_v), q.dtype, q.device)
     _check_destination("lse", lse, tuple(q.shape[:-1]), _lse_dtype(q), q.device)
+    if out is not None and lse is not None and _meet(out, lse):
+        raise ValueError(
+            f"out and lse must not share memory, lse would overwrite part of out; got out at "
+            f"{out.data_ptr():#x} with strides {list(out.stride())}, lse at {lse.data_ptr():#x} "
+            f"with strides {list(lse.stride())}: give lse memory of its own"
+        )
     result, result_lse = chosen.decode(
         call,
         plan,
@@ -93,7 +113,12 @@ def decode(
     )
     if squeezed:
         result, result_lse = result[:, 0], result_lse[:, 0]
-    return (result if out is None else out), (result_lse if lse is None else lse)
+    result, result_lse = (result if out is None else out), (result_lse if lse is None else lse)
+    if asked is not None and plan is not None and isinstance(chosen, Repeats):
+        kept = chosen.repeated(call, plan, sinks, result, result_lse)
+        if kept is not None:
+            plan.bound[asked[0]] = kept
+    return result, result_lse
 
 
 def partial(
@@ -265,3 +290,28 @@ def _elements_apart(tensor: Tensor) -> bool:
                 return False
             reach += (size - 1) * stride
     return True
+
+
+def _meet(left: Tensor, right: Tensor) -> bool:
+    """Whether some byte belongs to both. Views that only interleave do not meet."""
+    if left.device != right.device or left.numel() == 0 or right.numel() == 0 or left.is_meta:
+        return False
+    low = max(left.data_ptr(), right.data_ptr())
+    if low >= min(_end(left), _end(right)):
+        return False
+    return bool(np.intersect1d(_bytes(left), _bytes(right)).size)
+
+
+def _end(tensor: Tensor) -> int:
+    """The address after the last byte."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr() + (reach + 1) * tensor.itemsize
+
+
+def _bytes(tensor: Tensor) -> npt.NDArray[np.int64]:
+    """The address of every byte, int64."""
+    address = np.array([tensor.data_ptr()], dtype=np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        address = (address[:, None] + np.arange(size) * stride * tensor.itemsize).reshape(-1)
+    return (address[:, None] + np.arange(tensor.itemsize)).reshape(-1)

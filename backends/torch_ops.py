@@ -35,6 +35,7 @@ from splitkv.backends.operator_call import (
     without_data_each,
 )
 from splitkv.common.cache import Cache, PackedCache, PagedCache
+from splitkv.common.spec import codes_per_item
 from splitkv.common.state import PartialState, as_list, stack_states
 from splitkv.common.visibility import window_from
 
@@ -124,7 +125,8 @@ def _fake_decode(
 ) -> tuple[Tensor, Tensor]:
     check_shapes(q, k, v, options)
     rows = q.shape[:-1]
-    return q.new_empty((*rows, v.shape[-1])), q.new_empty(rows, dtype=_lse_dtype(q))
+    dim = v.shape[-1] * codes_per_item(v.dtype)
+    return q.new_empty((*rows, dim)), q.new_empty(rows, dtype=_lse_dtype(q))
 
 
 def _fake_decode_out(
@@ -145,7 +147,8 @@ def _fake_partial(
     check_shapes(q, k, v, options)
     rows, dtype = q.shape[:-1], _lse_dtype(q)
     top, lse = q.new_empty(rows, dtype=dtype), q.new_empty(rows, dtype=dtype)
-    return top, lse, q.new_empty((*rows, v.shape[-1]), dtype=dtype)
+    dim = v.shape[-1] * codes_per_item(v.dtype)
+    return top, lse, q.new_empty((*rows, dim), dtype=dtype)
 
 
 def _fake_merge(max: Tensor, lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:

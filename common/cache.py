@@ -55,8 +55,8 @@ def _check_batch(name: str, got: int, want: int, other: str) -> None:
 class DenseCache:
     """One row of capacity T per request.
 
-    k: [B, T, K, D] for layout BSND, [B, K, T, D] for BNSD; v: the same with Dv. seq_lens: int [B],
-        valid positions.
+    k: [B, T, K, D] for layout BSND, [B, K, T, D] for BNSD; v: the same with Dv (of int4 codes in
+        all caches half of these, ``splitkv.common.quantised``). seq_lens: int [B], valid positions.
     """
 
     k: Tensor

@@ -1,14 +1,12 @@
 """Which worker reads which KV range of which request, and what is merged into what: integers in,
 integers out.
 
-The cost model is one line: predicted time = slowest worker's bytes / its share of the bandwidth +
-merge. Lengths are counted in granules (the tile, rounded up to whole pages), and where a
-request is cut depends on its own length and the granules per split alone (and, in automatic mode,
-on whether all requests are of one length).
+Lengths are counted in granules (the tile, rounded up to whole pages), and where a request is cut
+depends on its own length and the granules per split alone, which ``splitkv.common.cost`` chooses in
+automatic mode.
 """
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +14,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from splitkv.common.cost import step_cost, token_seconds
 from splitkv.common.profile import DeviceProfile
 from splitkv.common.spec import DecodeSpec
 from splitkv.common.visibility import IntArray, as_lengths, visible_bounds
@@ -80,7 +79,7 @@ class SplitPlan:
     @property
     def max_splits(self) -> int:
         """The most splits that one request has."""
-        return int(np.diff(self.indptr).max(initial=0))
+        return int(np.maximum.reduce(self.indptr[1:] - self.indptr[:-1], initial=0))
 
     @property
     def lengths(self) -> IntArray:
@@ -93,14 +92,12 @@ class SplitPlan:
         """Splits, longest first: the order that keeps the last worker from starting late. int64
         [N].
         """
-        return np.argsort(-self.lengths, kind="stable")
+        return (-self.lengths).argsort(kind="stable")
 
     def worker_tokens(self) -> IntArray:
-        """Tokens that each worker reads when splits are handed out in launch order, int64
-        [workers].
-        """
+        """Tokens that each worker reads, splits handed out in launch order, int64 [workers]."""
         loads = [(0, worker) for worker in range(self.profile.workers)]
-        for tokens in self.lengths[self.launch_order].tolist():
+        for tokens in np.sort(self.lengths)[::-1].tolist():
             for _ in range(self.spec.num_kv_heads):
                 load, worker = loads[0]
                 heapq.heapreplace(loads, (load + tokens, worker))
@@ -140,7 +137,8 @@ class SplitPlan:
         fullest = float(shared.mean(0).max())
         busy = max(fullest * profile.together, int(loads[-1]) * profile.alone, float(loads.mean()))
         waves = -(-self.num_splits * self.spec.num_kv_heads // profile.workers)
-        merge = self.partial_bytes and float(_merge_seconds(self.spec, profile, self.num_splits))
+        cost = step_cost(self.spec, profile, self.granule)
+        merge = cost.merge_seconds(self.num_splits) if self.partial_bytes else 0.0
         read = busy * token_seconds(self.spec, profile) + waves * profile.split_seconds
         return profile.launch_seconds + read + merge
 
@@ -154,14 +152,21 @@ class SplitPlan:
         lengths = as_lengths("seq_lens", seq_lens)
         if len(lengths) != self.batch:
             raise ValueError(f"the plan holds {self.batch} requests, got {len(lengths)} lengths")
-        cuts = _cut(self.spec, self.profile, self.mode, self.requested, self.granule, lengths)
-        if len(cuts.request) > len(self.request):
+        request, start, end, window_first, indptr = _cut(
+            self.spec, self.profile, self.mode, self.requested, self.granule, lengths
+        )
+        count = len(request)
+        if count > len(self.request):
             raise ValueError(
-                f"the lengths need {len(cuts.request)} splits, the plan's capacity is "
-                f"{len(self.request)}; "
+                f"the lengths need {count} splits, the plan's capacity is {len(self.request)}; "
                 "plan again, or plan with a larger capacity"
             )
-        _fill(self, cuts, lengths)
+        self.request[:count] = request
+        self.start[:count] = start
+        self.end[:count] = end
+        self.window_first[:count] = window_first
+        self.indptr[:] = indptr
+        self.seq_lens[:] = lengths
         self.bound.clear()
 
     def summary(self) -> dict[str, object]:
@@ -199,8 +204,7 @@ def plan_splits(
     No split is empty, splits of a request neither overlap nor leave out a visible position, and a
     request shorter than a granule is one split. In automatic mode the slowest worker reads at most
     twice max(all granules / workers, 1 granule), and one anchor range apart from its window on top
-    of
-    that: anchors are never cut.
+    of that: anchors are never cut.
 
     Raises:
         ValueError: both split arguments, a value below 1, lengths out of range, or a capacity that
@@ -211,8 +215,9 @@ def plan_splits(
             f"give num_splits or split_size, not both: got {num_splits} and {split_size}"
         )
     for name, value in (("num_splits", num_splits), ("split_size", split_size)):
-        integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if value is not None and not (integer and value >= 1):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(
                 f"{name} must be an integer of 1 or more (None: automatic), got {value!r}"
             )
@@ -226,51 +231,40 @@ def plan_splits(
         requested = min(int(requested), 2**31 - 1)  # more than any history has
     lengths = as_lengths("seq_lens", seq_lens)
     granule = granule_tokens(profile.tile_tokens, spec.page_size)
-    cuts = _cut(spec, profile, mode, requested, granule, lengths)
-    size = len(cuts.request) if capacity is None else capacity
-    if size < len(cuts.request):
-        raise ValueError(
-            f"capacity {capacity} is below the {len(cuts.request)} splits that these lengths need"
-        )
-    plan = SplitPlan(
+    request, start, end, window_first, indptr = _cut(
+        spec, profile, mode, requested, granule, lengths
+    )
+    count = len(request)
+    if capacity is not None and capacity != count:
+        if capacity < count:
+            raise ValueError(
+                f"capacity {capacity} is below the {count} splits that these lengths need"
+            )
+        spare = (0, capacity - count)
+        request, start, end = (np.pad(each, spare) for each in (request, start, end))
+        window_first = np.pad(window_first, spare)
+    return SplitPlan(
         spec,
         profile,
         mode,
         requested,
         granule,
-        request=np.zeros(size, np.int32),
-        start=np.zeros(size, np.int32),
-        end=np.zeros(size, np.int32),
-        window_first=np.zeros(size, np.bool_),
-        indptr=np.zeros(len(lengths) + 1, np.int32),
-        seq_lens=np.zeros(len(lengths), np.int32),
+        request,
+        start,
+        end,
+        window_first,
+        indptr,
+        lengths.astype(np.int32),
     )
-    _fill(plan, cuts, lengths)
-    return plan
 
 
 def granule_tokens(tile_tokens: int, page_size: int | None) -> int:
     """Where cuts may fall: the tile, rounded up to whole pages."""
-    return tile_tokens if page_size is None else math.ceil(tile_tokens / page_size) * page_size
+    return tile_tokens if page_size is None else -(-tile_tokens // page_size) * page_size
 
 
-@dataclass(frozen=True, slots=True)
-class _Cuts:
-    request: IntArray
-    start: IntArray
-    end: IntArray
-    window_first: npt.NDArray[np.bool_]
-    indptr: IntArray
-
-
-def _fill(plan: SplitPlan, cuts: _Cuts, lengths: IntArray) -> None:
-    count = len(cuts.request)
-    plan.request[:count] = cuts.request
-    plan.start[:count] = cuts.start
-    plan.end[:count] = cuts.end
-    plan.window_first[:count] = cuts.window_first
-    plan.indptr[:] = cuts.indptr
-    plan.seq_lens[:] = lengths
+_Cuts = tuple[Int32Array, Int32Array, Int32Array, npt.NDArray[np.bool_], Int32Array]
+"""request, start, end, window_first, indptr of a ``SplitPlan``, without its spare capacity"""
 
 
 def _cut(
@@ -281,43 +275,40 @@ def _cut(
     granule: int,
     lengths: IntArray,
 ) -> _Cuts:
-    anchor_end, start = visible_bounds(lengths, spec.num_queries, spec)
-    first = start // granule  # the granule grid is absolute, so a window may begin inside a granule
-    granules = np.maximum(-(-lengths // granule) - first, 0)
-    granules = np.where(lengths > start, granules, 0)
-    per_split = _granules_per_split(spec, profile, mode, requested, granule, granules)
-    even = mode is not SplitMode.SPLIT_SIZE and (mode is not SplitMode.AUTO or _uniform(granules))
-    size, count = _cuts_of(granules, per_split, even=even)
-    has_anchor = (anchor_end > 0).astype(np.int64)
-    indptr = np.concatenate(([0], np.cumsum(count + has_anchor)))
-    request = np.repeat(np.arange(len(lengths)), count + has_anchor)
-    index = np.arange(len(request)) - indptr[:-1][request] - has_anchor[request]
-    begin = (first[request] + index * size[request]) * granule
-    end = np.minimum(begin + size[request] * granule, lengths[request])
-    begin = np.maximum(begin, start[request])
-    anchor = index < 0
-    return _Cuts(
-        request,
-        np.where(anchor, 0, begin),
-        np.where(anchor, anchor_end[request], end),
+    granules = -(-lengths // granule)
+    windowed = spec.sliding_window is not None
+    anchor_end = has_anchor = start = first = lengths  # of no use without a window
+    if windowed:
+        anchor_end, start = visible_bounds(lengths, spec.num_queries, spec)
+        has_anchor = (anchor_end > 0).astype(np.int64)
+        first = start // granule  # the grid is absolute, so a window may begin inside a granule
+        granules = np.where(lengths > start, granules - first, 0)
+    size = _granules_per_split(spec, profile, mode, requested, granule, granules)
+    count = -(-granules // size)
+    if windowed:
+        count += has_anchor
+    indptr = np.zeros(len(lengths) + 1, np.int64)
+    np.add.accumulate(count, out=indptr[1:])
+    request = np.arange(len(lengths)).repeat(count)
+    index = np.arange(len(request)) - indptr[request]
+    if windowed:
+        index -= has_anchor[request]
+    step = (size if isinstance(size, int) else size[request]) * granule
+    begin = index * step
+    if windowed:
+        begin += first[request] * granule
+    end = np.minimum(begin + step, lengths[request])
+    if windowed:
+        anchor = index < 0
+        begin = np.where(anchor, 0, np.maximum(begin, start[request]))
+        end = np.where(anchor, anchor_end[request], end)
+    return (
+        request.astype(np.int32),
+        begin.astype(np.int32),
+        end.astype(np.int32),
         index == 0,
-        indptr,
+        indptr.astype(np.int32),
     )
-
-
-def _uniform(granules: IntArray) -> bool:
-    return bool(granules.size == 0 or (granules == granules.flat[0]).all())
-
-
-def _cuts_of(granules: IntArray, per_split: IntArray, *, even: bool) -> tuple[IntArray, IntArray]:
-    """Granules of each split but the last, and number of splits per request; even: the last one's
-    too. Ragged requests leave rests of all sizes, which fill up the workers' last gaps.
-    """
-    size = np.minimum(per_split, np.maximum(granules, 1))
-    if even:
-        pieces = np.maximum(-(-granules // size), 1)
-        size = np.maximum(-(-granules // pieces), 1)
-    return size, -(-granules // size)
 
 
 def _granules_per_split(
@@ -327,77 +318,13 @@ def _granules_per_split(
     requested: int | None,
     granule: int,
     granules: IntArray,
-) -> IntArray:
+) -> int | IntArray:
+    """Granules of each split but a request's last, of all requests or of each."""
     if mode is SplitMode.WHOLE or granules.size == 0:
-        return np.maximum(granules, 1)
-    if mode is SplitMode.NUM_SPLITS:
-        assert requested is not None
-        return np.maximum(-(-granules // requested), 1)
+        return max(int(granules.max(initial=0)), 1)
+    if mode is SplitMode.AUTO:
+        return step_cost(spec, profile, granule).best_size(granules)
+    assert requested is not None
     if mode is SplitMode.SPLIT_SIZE:
-        assert requested is not None
-        return np.full_like(granules, max(-(-requested // granule), 1))
-    return np.full_like(granules, _automatic(spec, profile, granule, granules))
-
-
-_QUARTER_WAVES = np.array([1, 2, 3, 4, 8, 12, 16, 24, 32])
-"""Sizes that are considered make so many quarters of a split per worker and kv head."""
-
-
-def _automatic(spec: DecodeSpec, profile: DeviceProfile, granule: int, granules: IntArray) -> int:
-    """Granules per split with the smallest predicted time; ties go to the fewest splits.
-
-    Splits no longer than max(1, all granules / workers), handed out longest first, keep the slowest
-    worker within twice that (Graham's bound for list scheduling); so do splits of twice that length
-    where every one has a worker of its own.
-    """
-    heads, workers = spec.num_kv_heads, profile.workers
-    share = int(granules.sum()) * heads / workers
-    longest, busy = int(granules.max()), int((granules > 0).sum())
-    if _uniform(granules):
-        pieces = np.maximum(workers * _QUARTER_WAVES // max(4 * busy * heads, 1), 1)
-        sizes = -(-longest // pieces)
-    else:
-        sizes = int(share) * 4 // np.maximum(_QUARTER_WAVES, 4)
-    sizes = np.maximum(np.concatenate(([longest], sizes)), 1)
-    seconds, items, largest = _predict(spec, profile, granule, granules, sizes)
-    limit = max(share, 1.0)
-    allowed = (largest <= limit) | ((items <= workers) & (largest <= 2 * limit))
-    return int(sizes[np.argmin(np.where(allowed, seconds, np.inf))])
-
-
-def _predict(
-    spec: DecodeSpec, profile: DeviceProfile, granule: int, granules: IntArray, sizes: IntArray
-) -> tuple[npt.NDArray[np.float64], IntArray, IntArray]:
-    """Seconds with at most ``sizes`` [C] granules a split, work items, and granules of the largest.
-
-    Workers share the bandwidth until the slowest, or the fullest core, is left alone: it has whole
-    waves of equal splits, or half a split more than its share of ragged ones, unless each split has
-    a worker of its own.
-    """
-    uniform = _uniform(granules)
-    size, count = _cuts_of(granules[None], sizes[:, None], even=uniform)
-    states, most = count.sum(1), count.max(1)
-    items, largest = states * spec.num_kv_heads, size.max(1)
-    waves = -(-items // profile.workers)
-    share = int(granules.sum()) * spec.num_kv_heads / profile.workers
-    ragged = np.where(waves == 1, largest, share + largest / 2)
-    slowest = waves * largest if uniform else ragged
-    fullest = -(-items // (profile.workers // profile.neighbours)) * largest / profile.neighbours
-    core = fullest if uniform else 0.0
-    busy = np.maximum(share, np.maximum(profile.alone * slowest, profile.together * core))
-    seconds = busy * granule * token_seconds(spec, profile) + waves * profile.split_seconds
-    merge = _merge_seconds(spec, profile, states)
-    return np.where(most > 1, seconds + merge, seconds), items, largest
-
-
-def token_seconds(spec: DecodeSpec, profile: DeviceProfile) -> float:
-    """One worker reading one token of one kv head with its share of the bandwidth."""
-    per_head = spec.kv_bytes_per_token / spec.num_kv_heads
-    return per_head * profile.workers / profile.read_bandwidth
-
-
-def _merge_seconds(
-    spec: DecodeSpec, profile: DeviceProfile, states: "int | IntArray"
-) -> "float | npt.NDArray[np.float64]":
-    rows = states * spec.num_queries * spec.num_q_heads
-    return profile.launch_seconds + rows * profile.merge_seconds / profile.workers
+        return -(-requested // granule)
+    return np.maximum(-(-granules // requested), 1)

@@ -16,8 +16,8 @@ class DeviceProfile:
     tile_tokens: tokens of one tile; splits are cut on its multiples.
     split_seconds: what a worker loses between one split and the next.
     alone: a worker reads at most 1 / alone times as fast as its share of the bandwidth, however few
-        others read. neighbours, together: so many workers share a core, which reads at most
-        1 / together times as fast as its own share.
+        others read. neighbours, together: so many workers share a core (programs a multiprocessor),
+        which reads at most 1 / together times as fast as its own share.
     source: where each number comes from, or the word "assumed".
     """
 
@@ -83,12 +83,12 @@ H200 = DeviceProfile(
     workers=264,
     read_bandwidth=4.6e12,
     launch_seconds=2.5e-6,
-    merge_seconds=1e-7,
+    merge_seconds=5e-7,
     tile_tokens=64,
     source="2 programs on each of 132 SMs, read from the device; 4.6 TB/s: a read-only kernel over "
     "0.5 GB; costs: kernels timed with 1 to 33 splits; all on an H200",
     split_seconds=1.5e-6,
-    alone=0.5,
+    alone=0.52,
     neighbours=2,
     together=0.85,
 )
@@ -97,10 +97,14 @@ A100 = DeviceProfile(
     workers=216,
     read_bandwidth=1.8e12,
     launch_seconds=3e-6,
-    merge_seconds=1e-7,
+    merge_seconds=5e-7,
     tile_tokens=64,
-    source="2 programs on each of 108 SMs and 2.0 TB/s (80 GB part): vendor datasheet, derated to "
-    "90 %; costs: assumed",
+    source="2 programs on each of 108 SMs (of 65 KB at head dim 128, in 164 KB of shared memory) "
+    "and 2.0 TB/s (80 GB part): vendor datasheet, derated to 90 %; costs: assumed",
+    split_seconds=1.5e-6,
+    alone=0.52,
+    neighbours=2,
+    together=0.85,
 )
 ASCEND_910B1 = _ascend("Ascend910B1", 24, 1.4e12, "assumed")
 ASCEND_910B3 = _ascend("Ascend910B3", 20, 1.4e12, "assumed")

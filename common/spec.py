@@ -55,6 +55,7 @@ class Feature(Enum):
     KV_SCALES = "quantised cache with scales"
     KV_FINE_SCALES = "quantised cache: scales per token or channel"
     KV_ZERO_POINTS = "quantised cache: zero points"
+    KV_INT4 = "quantised cache: int4, two codes a byte, scales per group"
     STATE = "partial state (max, lse, out) returned"
 
 
@@ -66,16 +67,26 @@ class ScaleKind(Enum):
     REQUEST_HEAD = "one per request and kv head, [B, K]"
     TOKEN = "one per token and kv head, laid out like the cache without its head dim"
     CHANNEL = "one per kv head and element of the head dim, [K, D] or [K, Dv]"
+    GROUP = "one per token, kv head and group of the head dim, of int4 codes"
 
 
-FINE_SCALES = (ScaleKind.TOKEN, ScaleKind.CHANNEL)
+FINE_SCALES = (ScaleKind.TOKEN, ScaleKind.CHANNEL, ScaleKind.GROUP)
 """Kinds that do not scale all that one query head reads alike."""
-QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+INT4 = torch.uint8
+"""Two codes a byte: k is [.., D / 2] and v [.., Dv / 2]; torch has no dtype of its own for it."""
+SMALLEST_GROUP = 16
+"""Elements of the head dim that share a scale of int4 codes, at least."""
+QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, INT4)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 MOST_TOKENS = 2**31 - 1
 """Positions are 32-bit on devices; offsets are not."""
+
+
+def codes_per_item(dtype: torch.dtype) -> int:
+    """Elements of the head dim that an item of a cache of ``dtype`` holds."""
+    return 2 if dtype == INT4 else 1
 
 
 def _in_float32(value: float) -> float:
@@ -238,14 +249,33 @@ class DecodeSpec:
                 f"k_scale and v_scale need a quantised cache {QUANTISED_DTYPES}, kv_dtype is "
                 f"{self.kv_dtype}"
             )
+        self._check_groups()
         for name, zero, kind in (
             ("k_zero", self.k_zero, self.k_scale),
             ("v_zero", self.v_zero, self.v_scale),
         ):
-            if zero and (kind is None or self.kv_dtype != torch.int8):
+            if zero and (kind is None or self.kv_dtype not in (torch.int8, INT4)):
                 raise ValueError(
                     f"{name} needs an int8 cache with a scale (8-bit floats are symmetric): "
                     f"kv_dtype is {self.kv_dtype}, {name[0]}_scale {kind}"
+                )
+
+    def _check_groups(self) -> None:
+        """int4 codes have scales of groups, and nothing else has."""
+        for part, kind, dim in (
+            ("k", self.k_scale, self.head_dim),
+            ("v", self.v_scale, self.head_dim_v),
+        ):
+            if (kind is ScaleKind.GROUP) != (self.kv_dtype == INT4):
+                raise ValueError(
+                    f"int4 codes ({INT4}, two a byte) and scales of kind GROUP go together: "
+                    f"kv_dtype is {self.kv_dtype}, {part}_scale {kind}"
+                )
+            if kind is ScaleKind.GROUP and dim % SMALLEST_GROUP:
+                name = "head_dim" if part == "k" else "head_dim_v"
+                raise ValueError(
+                    f"{name} of int4 codes must be a multiple of {SMALLEST_GROUP}, the smallest "
+                    f"group of one scale, got {dim}; use int8"
                 )
 
     @property
@@ -268,7 +298,8 @@ class DecodeSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token, all kv heads."""
-        return self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.cache_dtype.itemsize
+        items = (self.head_dim + self.head_dim_v) // codes_per_item(self.cache_dtype)
+        return self.num_kv_heads * items * self.cache_dtype.itemsize
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -296,5 +327,6 @@ class DecodeSpec:
             Feature.KV_SCALES: self.cache_dtype in QUANTISED_DTYPES,
             Feature.KV_FINE_SCALES: not {self.k_scale, self.v_scale}.isdisjoint(FINE_SCALES),
             Feature.KV_ZERO_POINTS: self.k_zero or self.v_zero,
+            Feature.KV_INT4: self.cache_dtype == INT4,
         }
         return tuple(feature for feature in Feature if touched.get(feature, False))

@@ -23,8 +23,8 @@ from splitkv.common.cache import (
 )
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import SplitPlan
-from splitkv.common.quantised import of_tokens, scale_shape
-from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
+from splitkv.common.quantised import of_tokens, scale_shapes
+from splitkv.common.spec import DecodeSpec, Layout, ScaleKind, codes_per_item
 from splitkv.common.visibility import IntArray, as_lengths, visible_bounds, visible_mask
 
 
@@ -180,8 +180,9 @@ def _check_cache(cache: Cache, spec: DecodeSpec, q: Tensor) -> None:
             f"k has {cache.num_kv_heads} kv heads, spec.num_kv_heads is {spec.num_kv_heads}"
         )
     for name, tensor, dim in (("k", cache.k, spec.head_dim), ("v", cache.v, spec.head_dim_v)):
-        if tensor.shape[-1] != dim:
-            raise ValueError(f"{name} has head dim {tensor.shape[-1]}, spec says {dim}")
+        held = tensor.shape[-1] * codes_per_item(spec.cache_dtype)
+        if held != dim:
+            raise ValueError(f"{name} has head dim {held}, spec says {dim}")
         if tensor.dtype != spec.cache_dtype:
             raise ValueError(f"{name} is {tensor.dtype}, spec.kv_dtype is {spec.cache_dtype}")
         if tensor.device != q.device:
@@ -245,7 +246,11 @@ def _check_extras(call: DecodeCall) -> None:
             )
     for name, values, kind in _scales(call):
         part = call.cache.k if name.startswith("k") else call.cache.v
-        _check_numbers(name, values, (scale_shape(kind, part, call.cache),), device)
+        shapes = scale_shapes(kind, part, call.cache)
+        scale = getattr(call, f"{name[0]}_scale")
+        if name.endswith("zero") and scale is not None:
+            shapes = (tuple(scale.shape),)
+        _check_numbers(name, values, shapes, device)
 
 
 def _scales(call: DecodeCall) -> list[tuple[str, Tensor, ScaleKind]]:
@@ -311,7 +316,7 @@ def _check_starts(starts: IntArray, lengths: IntArray) -> None:
 def _check_scales(call: DecodeCall, lengths: IntArray, counts: IntArray) -> None:
     """``counts``: queries of each request; ``lengths``: 0 for a request without any."""
     for name, values, kind in _scales(call):
-        if kind is not ScaleKind.TOKEN:
+        if kind not in (ScaleKind.TOKEN, ScaleKind.GROUP):
             if not bool(torch.isfinite(values).all()):
                 raise ValueError(f"{name} must be finite, got {values.tolist()}")
             continue

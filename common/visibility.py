@@ -123,8 +123,8 @@ def as_lengths(name: str, lengths: "Sequence[int] | IntArray | Tensor") -> IntAr
             f"{name} must be one-dimensional integers, got {array.ndim}-d {array.dtype}"
         )
     array = array.astype(np.int64)
-    bad = np.flatnonzero((array < 0) | (array > 2**31 - 1))
-    if bad.size:
-        index = int(bad[0])
+    # a negative length is a large number without its sign
+    if np.maximum.reduce(array.view(np.uint64), initial=0) > 2**31 - 1:
+        index = int(np.flatnonzero((array < 0) | (array > 2**31 - 1))[0])
         raise ValueError(f"{name}[{index}] is {array[index]}, allowed are 0 to {2**31 - 1}")
     return array

@@ -279,7 +279,7 @@ def _plan(
     spec: DecodeSpec, lengths: tuple[int, ...], splitting: Splitting, device: torch.device
 ) -> SplitPlan:
     """One plan for all layers of a step that are alike: the first one's call binds it."""
-    profile = splitting.profile or select(spec, device, splitting.backend).profile()
+    profile = splitting.profile or select(spec, device, splitting.backend).profile_for(spec)
     return plan_splits(
         spec,
         lengths,

@@ -55,6 +55,9 @@ _FEATURES: dict[Feature, No | None] = dict.fromkeys(Feature, None) | {
     Feature.KV_ZERO_POINTS: No(
         Why.NOT_YET, "the own kernel has no dequantisation", "dequantise into a 16-bit cache"
     ),
+    Feature.KV_INT4: No(
+        Why.NOT_YET, "the own kernel has no dequantisation", "dequantise into a 16-bit cache"
+    ),
 }
 SUPPORT = Support(
     dtypes=(torch.float16, torch.bfloat16),

@@ -8,7 +8,7 @@ from splitkv.kernels_cuda.latent import latent, latent_launch
 from splitkv.kernels_cuda.launch import Launch
 from splitkv.kernels_cuda.merge import merge_launch
 from splitkv.kernels_cuda.plan import DevicePlan, capturing
-from splitkv.kernels_cuda.split import split_launch
+from splitkv.kernels_cuda.split_launch import split_launch
 from splitkv.kernels_cuda.starts import clip_launch
 from splitkv.kernels_cuda.states import Destination, Workspace
 
@@ -44,7 +44,7 @@ def attend(
         return
     key, pointers = found
     known = memo.get(key)
-    if isinstance(known, Bound) and known.start(device, pointers):
+    if isinstance(known, Bound) and known.start(device.index, pointers):
         return
     launches, workspace = _launches(call, plan, destination, sinks)
     compiled = {launch: launch.run(device) for launch in launches}

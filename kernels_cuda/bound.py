@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
@@ -25,19 +26,24 @@ from splitkv.kernels_cuda.states import Destination, Workspace
 
 _KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
 """Versions whose ``JITFunction.run`` was read: what it specialises on, that it returns the compiled
-kernel, how it starts that, and that the launcher takes integers for pointers."""
+kernel, how it starts that, and what the launcher takes (integers for pointers)."""
 
 
 def can_start(device: torch.device) -> bool:
     """Whether compiled kernels may be started on ``device`` without triton's own preparations: it
     is the current one, its stream is not being captured, and nobody listens to launches.
     """
+    return device.type == "cuda" and _free(device.index)
+
+
+def _free(index: int) -> bool:
+    runtime = triton.knobs.runtime
     return (
         _KNOWN
-        and device.type == "cuda"
-        and device.index == torch.cuda.current_device()
+        and index == torch.cuda.current_device()
         and not torch.cuda.is_current_stream_capturing()
-        and not _observed()
+        and not getattr(runtime.launch_enter_hook, "calls", True)
+        and not getattr(runtime.launch_exit_hook, "calls", True)
     )
 
 
@@ -61,39 +67,132 @@ class _Start:
     """A compiled kernel and its arguments; those of ``open`` are (position, source, bytes past it).
 
     A source is a tensor of the call, by its place in ``facts``' pointers, or, past the last of
-    them, the workspace.
+    them, the workspace. ``run`` takes the grid, the stream, what is fixed, the kernel's own.
     """
 
     run: Any
-    before: tuple[object, ...]
-    after: tuple[object, ...]
     arguments: list[object]
     open: tuple[tuple[int, int, int], ...]
 
     def __call__(self, stream: int, pointers: Sequence[int]) -> None:
         arguments = self.arguments.copy()
+        arguments[_STREAM] = stream
         for position, source, past in self.open:
             arguments[position] = pointers[source] + past
-        self.run(*self.before, stream, *self.after, *arguments)
+        self.run(*arguments)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """What is kept of a call: its kernels in order, and how many floats of workspace they use."""
+    """What is kept of a call: its kernels in order, and what their workspace is like (None: there
+    is none).
+    """
 
     starts: tuple[_Start, ...]
-    workspace: int
+    workspace: Tensor | None
 
-    def start(self, device: torch.device, pointers: list[int]) -> bool:
-        """Start the kernels, if the workspace lies as the first one did; whether they were."""
-        workspace = torch.empty(self.workspace, device=device)
-        pointers.append(workspace.data_ptr())
-        if pointers[-1] % ALIGNED:
-            return False
-        stream = driver.active.get_current_stream(device.index)
+    def start(self, index: int, pointers: list[int]) -> bool:
+        """Start the kernels on the device of this index, if the workspace lies as the first one
+        did; whether they were.
+        """
+        if self.workspace is not None:
+            workspace = torch.empty_like(self.workspace)
+            pointers.append(workspace.data_ptr())
+            if pointers[-1] % ALIGNED:
+                return False
+        stream = driver.active.get_current_stream(index)
         for start in self.starts:
             start(stream, pointers)
         return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RepeatedDecode:
+    """A whole decode by kept kernels.
+
+    plan: keeps the memory that they read. index: the device's. out, lse: like those that are
+    returned where none is given. past: of each, bytes past an aligned place. reach: of each, bytes
+    from its first to its end.
+    """
+
+    kernels: Bound
+    plan: DevicePlan
+    index: int
+    out: Tensor
+    lse: Tensor
+    past: tuple[int, int]
+    reach: tuple[int, int]
+
+    def __call__(
+        self, pointers: list[int], out: Tensor | None, lse: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """``(out, lse)`` as given, or new ones; None: nothing was started.
+
+        pointers: one for each of ``tensors_of`` but the last (there is no top), 0 for None.
+        """
+        if not _free(self.index):
+            return None
+        if out is None:
+            out = torch.empty_like(self.out)
+            pointers[_OUT] = out.data_ptr()
+        if lse is None:
+            lse = torch.empty_like(self.lse)
+            pointers[_LSE] = lse.data_ptr()
+        left, right = pointers[_OUT], pointers[_LSE]
+        if (left % ALIGNED, right % ALIGNED) != self.past:
+            return None
+        if left < right + self.reach[1] and right < left + self.reach[0]:
+            return None  # they may share memory, which is to be looked into
+        pointers.append(0)
+        return (out, lse) if self.kernels.start(self.index, pointers) else None
+
+
+def repeated_decode(
+    call: DecodeCall,
+    plan: DevicePlan,
+    memo: Mapping[object, object],
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> RepeatedDecode | None:
+    """What makes calls like ``call`` again, which was decoded into ``out`` and ``lse`` (in its
+    caller's shape), if ``memo`` has its kernels and no tensor of it is elsewhere than q: what is on
+    the host has to be read again.
+    """
+    whole = Destination(out, lse)
+    if out.ndim < call.q.ndim:
+        whole = Destination(out[:, None], lse[:, None])
+    device = call.q.device
+    if call.kv_start is not None or not can_start(device):
+        return None
+    tensors = tensors_of(call, whole, sinks)
+    if any(tensor is not None and tensor.device != device for tensor in tensors):
+        return None
+    found = facts(call, plan, whole, sinks)
+    kernels = None if found is None else memo.get(found[0])
+    if not isinstance(kernels, Bound):
+        return None
+    return RepeatedDecode(
+        kernels,
+        plan,
+        device.index,
+        _pattern(out.shape, out.dtype, device),
+        _pattern(lse.shape, lse.dtype, device),
+        (out.data_ptr() % ALIGNED, lse.data_ptr() % ALIGNED),
+        (_reach(out), _reach(lse)),
+    )
+
+
+def _pattern(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element that stands for a tensor: making others like it takes half the time that it does
+    by shape, dtype and device.
+    """
+    return torch.empty(1, dtype=dtype, device=device).expand(shape)
+
+
+def _reach(tensor: Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
 
 
 def bind_launches(
@@ -138,7 +237,10 @@ def bind_launches(
             return None
         if launch.kernel.pre_run_hooks:
             return None
-        arguments = [launch.arguments[name] for name in names]
+        run, fixed = _launcher(compiled)
+        grid_and_stream = (launch.programs, 1, 1, None)
+        own_arguments = (launch.arguments[name] for name in names)
+        arguments = [*grid_and_stream, compiled.function, *fixed, *own_arguments]
         opened = []
         for position, value in enumerate(arguments):
             if not isinstance(value, Tensor):
@@ -150,20 +252,27 @@ def bind_launches(
                 opened.append((position, len(tensors), pointer - base))
             elif pointer and pointer not in own:
                 return None
-        starts.append(
-            _Start(
-                compiled.run,
-                (launch.programs, 1, 1),
-                (compiled.function, compiled.packed_metadata, None, None, None),
-                arguments,
-                tuple(opened),
-            )
-        )
-    return Bound(tuple(starts), size // 4)
+        starts.append(_Start(run, arguments, tuple(opened)))
+    pattern = _pattern((size // 4,), torch.float32, call.q.device) if size else None
+    return Bound(tuple(starts), pattern)
 
 
-_K, _V = 1, 2
+def _launcher(compiled: CompiledKernel) -> tuple[Any, tuple[object, ...]]:
+    """What starts ``compiled``, and what it takes between the function and the kernel's arguments:
+    metadata, and no hooks. For a kernel without scratch memory it is triton's compiled launcher,
+    past the wrapper that would allocate that.
+    """
+    run = compiled.run
+    hooks = (compiled.packed_metadata, None, None, None)
+    if type(run) is CudaLauncher and not (run.global_scratch_size or run.profile_scratch_size):
+        return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None, *hooks)
+    return run, hooks
+
+
+_K, _V, _OUT, _LSE = 1, 2, 14, 15
 """Places among ``tensors_of``."""
+_STREAM = 3
+"""Its place among a launcher's arguments."""
 
 
 def tensors_of(
@@ -189,13 +298,4 @@ def tensors_of(
         destination.out,
         destination.lse,
         destination.top,
-    )
-
-
-def _observed() -> bool:
-    """Whether hooks want to hear of each launch."""
-    runtime = triton.knobs.runtime
-    return bool(
-        getattr(runtime.launch_enter_hook, "calls", True)
-        or getattr(runtime.launch_exit_hook, "calls", True)
     )

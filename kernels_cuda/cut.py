@@ -1,9 +1,14 @@
 """The planner on the device: the cuts of ``splitkv.common.plan``, made where the lengths live.
 
-Same integers as on the host for ``num_splits`` and ``split_size``; the automatic mode evaluates the
-host's cost model in float64. What the host must know beforehand, the number of programs and the
-size of the workspace, follows from the cache's capacity.
+Same integers as on the host; the automatic mode evaluates the host's cost model in the same
+operations of float64. What the host must know beforehand, the number of programs and the size of
+the workspace, follows from the cache's capacity.
+
+One launch, a program per request, and none waits for another: each looks at all lengths, to know
+where its own items lie, and writes those.
 """
+
+from dataclasses import asdict
 
 import torch
 import triton
@@ -11,293 +16,153 @@ import triton.language as tl
 
 from splitkv.common.cache import PackedCache
 from splitkv.common.call import DecodeCall
-from splitkv.common.plan import SplitMode, SplitPlan, plan_splits, token_seconds
+from splitkv.common.cost import step_cost
+from splitkv.common.plan import SplitMode, SplitPlan, plan_splits
 from splitkv.common.profile import DeviceProfile
+from splitkv.kernels_cuda.granules import automatic_size, chunked_end, cuts_of, visible_granules
 from splitkv.kernels_cuda.launch import Launch
-from splitkv.kernels_cuda.masks import window_start
 from splitkv.kernels_cuda.plan import ITEM_FIELDS, DevicePlan, bound_key
 from splitkv.kernels_cuda.primitives import device_function, loop_bound
 
-_CHUNK = 256
-"""Requests that the counting program looks at together."""
+_CHUNKS = ((64, 1), (256, 4), (1024, 8))
+"""Requests that a program looks at together, and its warps: the first that holds the batch, or
+the last, several times.
+"""
+_BLOCK = 64
+"""Items that a program writes together."""
 _MOST_SPLITS_PER_WORKER = 16
 """Of the automatic mode, see ``most_splits``."""
 
 
-@device_function
-def visible_granules(
-    seq_lens,
-    request,
-    there,
-    queries,
-    window,
-    anchors,
-    granule,
-    WINDOW: tl.constexpr,
-    WINDOW_BLOCK: tl.constexpr,
-):
-    """``(length, anchor_end, start, first, granules)`` of requests, int64.
-
-    ``visible_bounds``, and the number of granules from the ``first`` on, which holds ``start``.
-    """
-    length = tl.load(seq_lens + request, mask=there, other=0).to(tl.int64)
-    start = tl.zeros_like(length)
-    anchor_end = start
-    if WINDOW:
-        opens = window_start(length - queries, window, WINDOW_BLOCK)
-        start = tl.minimum(tl.maximum(opens, 0), length)
-        anchor_end = tl.minimum(length, anchors)
-        joined = anchor_end >= start
-        start = tl.where(joined, 0, start)
-        anchor_end = tl.where(joined, 0, anchor_end)
-    first = start // granule
-    granules = tl.where(length > start, tl.cdiv(length, granule) - first, 0)
-    return length, anchor_end, start, first, granules
-
-
-@device_function
-def cuts_of(granules, per_split, even):
-    """``(granules of a split, splits)``; even: of one size, else ``per_split`` but for the last."""
-    size = tl.minimum(per_split, tl.maximum(granules, 1))
-    pieces = tl.maximum(tl.cdiv(granules, size), 1)
-    size = tl.where(even, tl.maximum(tl.cdiv(granules, pieces), 1), size)
-    return size, tl.cdiv(granules, size)
-
-
-@device_function
-def automatic_size(
-    seq_lens,
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "capacity",
+        "queries",
+        "window",
+        "anchors",
+        "requested",
+        "kv_heads",
+        "workers",
+        "cores",
+    ],
+    do_not_specialize_on_alignment=["seq_lens", "items", "slots"],
+)
+def cut_kernel(
+    seq_lens,  # [B]
+    items,  # int32 [5, capacity]
+    slots,  # int32 [B + 1], first workspace slot of each request
     batch,
+    capacity,
     queries,
     window,
     anchors,
-    granule,
+    requested,  # splits, or granules per split, or 0
     kv_heads,
-    rows,
     workers,
-    token_seconds,
-    launch_seconds,
-    merge_seconds,
-    split_seconds,
-    alone,
-    together,
-    neighbours,
+    cores,
+    granule_seconds: tl.float64,
+    split_seconds: tl.float64,
+    launch_seconds: tl.float64,
+    state_seconds: tl.float64,
+    alone: tl.float64,
+    together: tl.float64,
+    MODE: tl.constexpr,
+    GRANULE: tl.constexpr,
     WINDOW: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
+    ONCE: tl.constexpr,  # CHUNK requests are all
     CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Granules per split by the cost model, and whether all requests have as many granules: the
-    host's ``_automatic``, operation for operation.
-
-    Its sizes are looked at together: one row of tiles [16, CHUNK] each, the first of them whole
-    requests.
-    """
-    total = tl.zeros([], tl.int64)
-    longest = tl.zeros([], tl.int64)
-    shortest = tl.full([], 2**31, tl.int64)
-    busy = tl.zeros([], tl.int64)
-    for chunk in tl.range(0, loop_bound(batch), CHUNK):
-        request = chunk + tl.arange(0, CHUNK)
-        there = request < batch
-        _, _, _, _, granules = visible_granules(
-            seq_lens, request, there, queries, window, anchors, granule, WINDOW, WINDOW_BLOCK
+    own = tl.program_id(0)
+    length, anchor_end, start, first, granules = visible_granules(
+        seq_lens, own, own >= 0, queries, window, anchors, GRANULE, WINDOW, WINDOW_BLOCK
+    )
+    per_split = requested
+    if MODE == "automatic":
+        per_split = automatic_size(
+            seq_lens,
+            batch,
+            queries,
+            window,
+            anchors,
+            kv_heads,
+            workers,
+            cores,
+            granule_seconds,
+            split_seconds,
+            launch_seconds,
+            state_seconds,
+            alone,
+            together,
+            GRANULE,
+            WINDOW,
+            WINDOW_BLOCK,
+            ONCE,
+            CHUNK,
         )
-        total += tl.sum(granules, 0)
-        longest = tl.maximum(longest, tl.max(granules, 0))
-        shortest = tl.minimum(shortest, tl.min(tl.where(there, granules, 2**31), 0))
-        busy += tl.sum((granules > 0).to(tl.int64), 0)
+    size, count = cuts_of(granules, per_split, MODE)
+    states = count + (anchor_end > 0).to(tl.int32)
 
-    share = (total * kv_heads).to(tl.float64) / workers.to(tl.float64)
-    uniform = longest == shortest
-    which = tl.arange(0, 16)
-    # as the host's _QUARTER_WAVES, behind whole requests: 1, 2, 3, 4, 8, 12, 16, 24, 32
-    quarter_waves = tl.where(which <= 4, which, tl.where(which <= 7, (which - 3) * 4, 24))
-    quarter_waves = tl.maximum(tl.where(which == 9, 32, quarter_waves), 1).to(tl.int64)
-    pieces = tl.maximum(workers * quarter_waves // tl.maximum(4 * busy * kv_heads, 1), 1)
-    ragged_sizes = share.to(tl.int64) * 4 // tl.maximum(quarter_waves, 4)
-    sizes = tl.where(uniform, tl.cdiv(longest, pieces), ragged_sizes)
-    sizes = tl.maximum(tl.where(which == 0, longest, sizes), 1)
-
-    states = tl.zeros([16], tl.int64)
-    largest = tl.full([16], 1, tl.int64)
-    most = tl.zeros([16], tl.int64)
-    for chunk in tl.range(0, loop_bound(batch), CHUNK):
+    first_item = tl.zeros([], tl.int32)
+    first_slot = tl.zeros([], tl.int32)
+    all_items = tl.zeros([], tl.int32)
+    for chunk in tl.range(0, chunked_end(batch, ONCE, CHUNK), CHUNK):
         request = chunk + tl.arange(0, CHUNK)
-        _, _, _, _, granules = visible_granules(
+        _, their_anchor_end, _, _, their_granules = visible_granules(
             seq_lens,
             request,
             request < batch,
             queries,
             window,
             anchors,
-            granule,
+            GRANULE,
             WINDOW,
             WINDOW_BLOCK,
         )
-        size, count = cuts_of(granules[None, :], sizes[:, None], uniform)
-        states += tl.sum(count, 1)
-        largest = tl.maximum(largest, tl.max(size, 1))
-        most = tl.maximum(most, tl.max(count, 1))
-    items = states * kv_heads
-    waves = tl.cdiv(items, workers)
-    even = (waves * largest).to(tl.float64)
-    ragged = share + largest.to(tl.float64) * 0.5
-    ragged = tl.where(waves == 1, largest.to(tl.float64), ragged)
-    slowest = tl.where(uniform, even, ragged)
-    cores = workers // neighbours
-    fullest = (tl.cdiv(items, cores) * largest).to(tl.float64) / neighbours.to(tl.float64)
-    core = tl.where(uniform, fullest, 0.0)
-    reading = tl.maximum(tl.maximum(alone * slowest, together * core), share)
-    seconds = reading * granule.to(tl.float64) * token_seconds
-    seconds += waves.to(tl.float64) * split_seconds
-    merge = launch_seconds + (states * rows).to(tl.float64) * merge_seconds / workers.to(tl.float64)
-    seconds += tl.where(most > 1, merge, 0.0)
-    limit = tl.maximum(share, 1.0)
-    largest_f64 = largest.to(tl.float64)
-    allowed = (largest_f64 <= limit) | ((items <= workers) & (largest_f64 <= limit * 2.0))
-    seconds = tl.where(allowed & (which < 10), seconds, float("inf"))
-    best = tl.min(seconds, 0)
-    return tl.max(tl.where(seconds == best, sizes, 0), 0), uniform
+        _, their_count = cuts_of(their_granules, per_split, MODE)
+        their_states = their_count + (their_anchor_end > 0).to(tl.int32)
+        taken = tl.where(request < batch, tl.maximum(their_states, 1), 0)
+        all_items += tl.sum(taken, 0)
+        first_item += tl.sum(tl.where(request < own, taken, 0), 0)
+        merged = (request < own) & (their_states > 1)
+        first_slot += tl.sum(tl.where(merged, their_states, 0), 0)
+    shared = states > 1
+    if own == 0:
+        tl.store(slots, 0)
+    tl.store(slots + own + 1, first_slot + tl.where(shared, states, 0))
 
-
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "queries",
-        "window",
-        "anchors",
-        "granule",
-        "requested",
-        "kv_heads",
-        "rows",
-        "workers",
-        "neighbours",
-    ],
-    do_not_specialize_on_alignment=["seq_lens", "sizes", "firsts", "slots"],
-)
-def count_kernel(
-    seq_lens,  # [B]
-    sizes,  # int32 [B], granules of each split
-    firsts,  # int32 [B + 1], first item of each request
-    slots,  # int32 [B + 1], first workspace slot of each request
-    batch,
-    queries,
-    window,
-    anchors,
-    granule,
-    requested,  # splits, or granules per split, or 0
-    kv_heads,
-    rows,  # S * H, of one state
-    workers,
-    token_seconds: tl.float64,
-    launch_seconds: tl.float64,
-    merge_seconds: tl.float64,
-    split_seconds: tl.float64,
-    alone: tl.float64,
-    together: tl.float64,
-    neighbours,
-    MODE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WINDOW_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    granule = granule.to(tl.int64)
-    even = batch > 0 if MODE != "split_size" else batch < 0
-    if MODE == "automatic":
-        per_split, even = automatic_size(
-            seq_lens,
-            batch,
-            queries,
-            window,
-            anchors,
-            granule,
-            kv_heads,
-            rows,
-            workers,
-            token_seconds,
-            launch_seconds,
-            merge_seconds,
-            split_seconds,
-            alone,
-            together,
-            neighbours,
-            WINDOW,
-            WINDOW_BLOCK,
-            CHUNK,
+    for chunk in tl.range(0, loop_bound(tl.maximum(states, 1)), BLOCK):
+        index = chunk + tl.arange(0, BLOCK)
+        split = index - (states - count)  # anchors come first
+        grid = (first + split * size) * GRANULE
+        to = tl.where(split + 1 < count, grid + size * GRANULE, length)
+        store_items(
+            items + first_item + index,
+            capacity,
+            index < tl.maximum(states, 1),
+            own,
+            tl.where(split < 0, 0, tl.maximum(grid, start)),
+            tl.where(split < 0, anchor_end, to),
+            ((split == 0) & (count > 0)).to(tl.int32),
+            tl.where(shared, first_slot + index, -1),
         )
-    items_before = tl.zeros([], tl.int32)
-    slots_before = tl.zeros([], tl.int32)
-    for chunk in tl.range(0, loop_bound(batch), CHUNK):
-        request = chunk + tl.arange(0, CHUNK)
-        there = request < batch
-        _, anchor_end, _, _, granules = visible_granules(
-            seq_lens, request, there, queries, window, anchors, granule, WINDOW, WINDOW_BLOCK
-        )
-        if MODE == "whole":
-            per_split = tl.maximum(granules, 1)
-        elif MODE == "num_splits":
-            per_split = tl.maximum(tl.cdiv(granules, requested), 1)
-        elif MODE == "split_size":
-            per_split = tl.zeros_like(granules) + requested
-        size, count = cuts_of(granules, per_split, even)
-        tl.store(sizes + request, size.to(tl.int32), mask=there)
-        count = count.to(tl.int32) + (anchor_end > 0).to(tl.int32)
-        items = tl.where(there, tl.maximum(count, 1), 0)
-        shared = tl.where(count > 1, count, 0)
-        tl.store(firsts + request + 1, items_before + tl.cumsum(items, 0), mask=there)
-        tl.store(slots + request + 1, slots_before + tl.cumsum(shared, 0), mask=there)
-        items_before += tl.sum(items, 0)
-        slots_before += tl.sum(shared, 0)
-    tl.store(firsts, 0)
-    tl.store(slots, 0)
+    unused = capacity - all_items
+    for chunk in tl.range(loop_bound(own * BLOCK), loop_bound(unused), loop_bound(batch * BLOCK)):
+        index = chunk + tl.arange(0, BLOCK)
+        store_items(items + all_items + index, capacity, index < unused, -1, -1, -1, -1, -1)
 
 
-@triton.jit(
-    do_not_specialize=["capacity", "queries", "window", "anchors", "granule"],
-    do_not_specialize_on_alignment=["seq_lens", "sizes", "firsts", "slots", "items"],
-)
-def fill_kernel(
-    seq_lens,
-    sizes,
-    firsts,
-    slots,
-    items,  # int32 [5, capacity]
-    capacity,
-    queries,
-    window,
-    anchors,
-    granule,
-    WINDOW: tl.constexpr,
-    WINDOW_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    request = tl.program_id(0)
-    granule = granule.to(tl.int64)
-    length, anchor_end, start, first, granules = visible_granules(
-        seq_lens, request, request >= 0, queries, window, anchors, granule, WINDOW, WINDOW_BLOCK
-    )
-    size = tl.load(sizes + request).to(tl.int64)
-    begin = tl.load(firsts + request)
-    end = tl.load(firsts + request + 1)
-    first_slot = tl.load(slots + request)
-    shared = tl.load(slots + request + 1) > first_slot
-    has_anchor = (anchor_end > 0).to(tl.int32)
-    for chunk in tl.range(loop_bound(begin), loop_bound(end), BLOCK):
-        item = chunk + tl.arange(0, BLOCK)
-        there = item < end
-        split = item - begin - has_anchor
-        from_token = (first + split * size) * granule
-        to_token = tl.minimum(from_token + size * granule, length)
-        from_token = tl.where(split < 0, 0, tl.maximum(from_token, start))
-        to_token = tl.where(split < 0, anchor_end, to_token)
-        slot = tl.where(shared, first_slot + item - begin, -1)
-        tl.store(items + item, request + tl.zeros_like(item), mask=there)
-        tl.store(items + capacity + item, from_token.to(tl.int32), mask=there)
-        tl.store(items + 2 * capacity + item, to_token.to(tl.int32), mask=there)
-        tl.store(
-            items + 3 * capacity + item, ((split == 0) & (granules > 0)).to(tl.int32), mask=there
-        )
-        tl.store(items + 4 * capacity + item, slot, mask=there)
+@device_function
+def store_items(column, capacity, there, request, start, end, opens_window, slot):
+    """Columns of the items [5, capacity], where ``there`` [N]; numbers, or [N] of them."""
+    row = tl.zeros(there.shape, tl.int32)
+    tl.store(column, row + request, mask=there)
+    tl.store(column + capacity, row + start, mask=there)
+    tl.store(column + 2 * capacity, row + end, mask=there)
+    tl.store(column + 3 * capacity, row + opens_window, mask=there)
+    tl.store(column + 4 * capacity, row + slot, mask=there)
 
 
 def plan_on_device(
@@ -328,11 +193,9 @@ def plan_on_device(
 
 def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], DevicePlan]:
     """What is launched to cut the call's lengths as ``plan`` says, and what these launches fill."""
-    spec, profile, batch = call.spec, plan.profile, call.batch
-    device = call.q.device
+    spec, batch, device = call.spec, call.batch, call.q.device
     capacity = most_splits(call, plan)
-    seq_lens = call.cache.seq_lens.contiguous()
-    buffer = torch.full((ITEM_FIELDS * capacity + batch + 1,), -1, dtype=torch.int32, device=device)
+    buffer = torch.empty(ITEM_FIELDS * capacity + batch + 1, dtype=torch.int32, device=device)
     on_device = DevicePlan.over(
         buffer,
         batch,
@@ -342,51 +205,35 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
         most_states=capacity,
     )
     if batch == 0:
+        on_device.slots.zero_()
         return [], on_device
-    sizes, firsts = torch.empty(2 * batch + 1, dtype=torch.int32, device=device).split(
-        [batch, batch + 1]
-    )
-    shared: dict[str, object] = {
-        "seq_lens": seq_lens,
-        "sizes": sizes,
-        "firsts": firsts,
+    requested = plan.requested or 0
+    if plan.mode is SplitMode.SPLIT_SIZE:
+        requested = _granules(requested, plan.granule)
+    cost = step_cost(spec, plan.profile, plan.granule)
+    chunk, warps = next((each for each in _CHUNKS if batch <= each[0]), _CHUNKS[-1])
+    arguments: dict[str, object] = {
+        "seq_lens": call.cache.seq_lens.contiguous(),
+        "items": on_device.items,
         "slots": on_device.slots,
+        "batch": batch,
+        "capacity": capacity,
         "queries": spec.num_queries,
         "window": spec.sliding_window or 0,
         "anchors": spec.anchor_tokens,
-        "granule": plan.granule,
+        "requested": requested,
+        **asdict(cost),
+        "MODE": plan.mode.value,
+        "GRANULE": plan.granule,
         "WINDOW": spec.sliding_window is not None,
         "WINDOW_BLOCK": spec.window_block,
+        "ONCE": batch <= chunk,
+        "CHUNK": chunk,
+        "BLOCK": _BLOCK,
     }
-    requested = plan.requested or 0
-    if plan.mode is SplitMode.SPLIT_SIZE:
-        requested = -(-requested // plan.granule)
-    count = Launch(
-        count_kernel,
-        1,
-        {
-            **shared,
-            "batch": batch,
-            "requested": requested,
-            "MODE": plan.mode.value,
-            "kv_heads": spec.num_kv_heads,
-            "rows": spec.num_queries * spec.num_q_heads,
-            "workers": profile.workers,
-            "token_seconds": token_seconds(spec, profile),
-            "launch_seconds": profile.launch_seconds,
-            "merge_seconds": profile.merge_seconds,
-            "split_seconds": profile.split_seconds,
-            "alone": profile.alone,
-            "together": profile.together,
-            "neighbours": profile.neighbours,
-            "CHUNK": _CHUNK,
-        },
-        {"enable_fp_fusion": False},  # the host does not fuse either: same operations, same plan
-    )
-    fill = Launch(
-        fill_kernel, batch, {**shared, "items": on_device.items, "capacity": capacity, "BLOCK": 64}
-    )
-    return [count, fill], on_device
+    # the host does not fuse multiplications and additions either: same operations, same plan
+    options = {"enable_fp_fusion": False, "num_warps": warps}
+    return [Launch(cut_kernel, batch, arguments, options)], on_device
 
 
 def most_splits(call: DecodeCall, plan: SplitPlan) -> int:

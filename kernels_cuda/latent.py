@@ -24,7 +24,7 @@ from splitkv.kernels_cuda.primitives import (
     dot,
     keep_apart,
     let_merge_start,
-    load_tile,
+    load_rows,
     loop_bound,
     narrow,
     normalise,
@@ -34,15 +34,23 @@ from splitkv.kernels_cuda.primitives import (
     token_offsets,
 )
 from splitkv.kernels_cuda.quantised import scale_arguments
-from splitkv.kernels_cuda.rows import finish_scores, load_item, store_answer, store_state
-from splitkv.kernels_cuda.split import split_launch
+from splitkv.kernels_cuda.rows import (
+    bias_of,
+    finish_scores,
+    load_item,
+    mask_of,
+    places,
+    slopes_of,
+    store,
+)
+from splitkv.kernels_cuda.split_launch import split_launch
 from splitkv.kernels_cuda.states import Destination, Workspace
 from splitkv.kernels_cuda.tiles import Tile, padded, rows_differ
 
 _WIDEST_WHOLE = 256
 """The widest padded head dim of ``split_kernel``."""
 
-_OF_SPLIT_KERNEL = ("ALIGNED", "BLOCK_D", "PARTS", "SAME_STRIDES")
+_OF_SPLIT_KERNEL = ("ALIGNED", "BLOCK_D", "PARTS", "ROWS", "SAME_STRIDES")
 """Arguments that it takes and the kernels for wide heads do not."""
 
 
@@ -126,7 +134,6 @@ def latent_kernel(
     ROWS_DIFFER: tl.constexpr,  # some token may be seen by one row of a tile and not by another
     EARLY: tl.constexpr,
 ):
-    let_merge_start(EARLY)
     program = tl.program_id(0)
     row_tile = program % row_tiles  # neighbours read the same keys: once from memory
     kv_head = (program // row_tiles % kv_heads).to(tl.int64)
@@ -165,33 +172,30 @@ def latent_kernel(
         WINDOW_BLOCK,
     )
 
-    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    step = rows // GROUP
-    asked = step < queries
+    step, query, head, asked = places(
+        row_tile * BLOCK_M, first_query, queries, kv_head, GROUP, BLOCK_M
+    )
     position = length - queries + step
-    query = first_query + step
-    head = kv_head * GROUP + rows % GROUP
     d = tl.arange(0, BLOCK_HEAD).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
 
-    q_rows = q + request * q_strides[0] + query * q_strides[1] + head * q_strides[2]
-    q_head = load_tile(q_rows, d, q_strides[3], asked, HEAD, BLOCK_HEAD, False)
+    q_rows = request * q_strides[0] + query * q_strides[1] + head * q_strides[2]
+    q_head = load_rows(q + d * q_strides[3], q_rows, d, asked, HEAD, False)
+    k_row = k + kv_head * k_strides[2] + d * k_strides[3]
+    v_row = v + kv_head * v_strides[2] + dv * v_strides[3]
     if D > HEAD:
         rest = tl.arange(0, BLOCK_REST).to(tl.int64)
-        q_rest = load_tile(
-            q_rows + HEAD * q_strides[3], rest, q_strides[3], asked, D - HEAD, BLOCK_REST, False
-        )
+        q_rest = load_rows(q + (HEAD + rest) * q_strides[3], q_rows, rest, asked, D - HEAD, False)
+        k_row_rest = k + kv_head * k_strides[2] + (HEAD + rest) * k_strides[3]
     slope = None
     if alibi_slopes is not None:
-        slopes = alibi_slopes + request * alibi_strides[0] + head * alibi_strides[1]
-        slope = tl.load(slopes, mask=asked, other=0.0).to(tl.float32)
+        slope = slopes_of(alibi_slopes, alibi_strides, request, head, asked, 1)
     bias_rows = None
     if attn_bias is not None:
-        bias_rows = attn_bias + request * bias_strides[0] + head * bias_strides[1]
-        bias_rows += step.to(tl.int64) * bias_strides[2]
+        bias_rows = bias_of(attn_bias, bias_strides, request, head, step, 1)
     mask_rows = None
     if attn_mask is not None:
-        mask_rows = attn_mask + request * mask_strides[0] + step.to(tl.int64) * mask_strides[1]
+        mask_rows = mask_of(attn_mask, mask_strides, request, step, 1)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -223,19 +227,10 @@ def latent_kernel(
                 page = table_entries(at, seen, request, block_table, table_strides, PAGE_SIZE)
 
             offsets = token_offsets(page, at, first, first_token, k_strides, PAGE_SIZE, WIDE_ROWS)
-            k_tokens = k + kv_head * k_strides[2] + offsets
-            keys = load_tile(k_tokens, d, k_strides[3], seen, HEAD, BLOCK_HEAD, phase == 1)
+            keys = load_rows(k_row, offsets, d, seen, HEAD, phase == 1)
             products = dot(q_head, tl.trans(keys))
             if D > HEAD:
-                k_rest = load_tile(
-                    k_tokens + HEAD * k_strides[3],
-                    rest,
-                    k_strides[3],
-                    seen,
-                    D - HEAD,
-                    BLOCK_REST,
-                    phase == 1,
-                )
+                k_rest = load_rows(k_row_rest, offsets, rest, seen, D - HEAD, phase == 1)
                 products = dot(q_rest, tl.trans(k_rest), products)
             scores, visible = finish_scores(
                 products,
@@ -272,8 +267,7 @@ def latent_kernel(
                 offsets = token_offsets(
                     page, at, first, first_token, v_strides, PAGE_SIZE, WIDE_ROWS
                 )
-                v_tokens = v + kv_head * v_strides[2] + offsets
-                values = load_tile(v_tokens, dv, v_strides[3], seen, DV, BLOCK_DV, phase == 1)
+                values = load_rows(v_row, offsets, dv, seen, DV, phase == 1)
             elif phase != 1 and (attn_mask is not None or attn_bias is not None):
                 values = tl.where(seen[:, None], keys, 0.0)
             else:
@@ -289,25 +283,13 @@ def latent_kernel(
                     at, at < phase_end, request, block_table, table_strides, PAGE_SIZE
                 )
 
+    let_merge_start(EARLY)
     lse, result = normalise(top, total, summed)
-    if slot >= 0:
-        store_state(
-            part_out,
-            part_lse,
-            part_top,
-            slot * most_queries * (kv_heads * GROUP),
-            step,
-            head,
-            kv_heads * GROUP,
-            asked,
-            dv,
-            top,
-            lse,
-            result,
-            DV,
-        )
-        return
-    store_answer(
+    store(
+        slot,
+        part_out,
+        part_lse,
+        part_top,
         out,
         out_lse,
         out_top,
@@ -317,7 +299,10 @@ def latent_kernel(
         top_strides,
         request,
         query,
+        step,
         head,
+        most_queries,
+        kv_heads * GROUP,
         asked,
         dv,
         top,

@@ -32,7 +32,7 @@ from splitkv.kernels_cuda.primitives import (
     token_offsets,
     weight_of,
 )
-from splitkv.kernels_cuda.rows import finish_scores, load_item, store_answer, store_state
+from splitkv.kernels_cuda.rows import finish_scores, load_item, store
 
 ROWS, TOKENS = 64, 64
 """A tile: queries and two tiles of keys take 226 KiB, and a block of Hopper has 227."""
@@ -129,7 +129,6 @@ def latent_hopper_kernel(
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, PRODUCTS)
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
 
-    let_merge_start(EARLY)
     program = gl.program_id(0)
     row_tile = program % row_tiles  # neighbours read the same keys: once from memory
     kv_head = (program // row_tiles % kv_heads).to(gl.int64)
@@ -274,6 +273,7 @@ def latent_hopper_kernel(
         summed = warpgroup_mma_wait(0, deps=(summed,))
         buffer = 1 - buffer
     async_copy.wait_group(0)
+    let_merge_start(EARLY)
 
     WRITE_ROWS: gl.constexpr = gl.SliceLayout(1, WRITE)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SUMMED))
@@ -285,24 +285,11 @@ def latent_hopper_kernel(
     asked = head >= 0
     dv = gl.arange(0, HEAD, gl.SliceLayout(0, WRITE))
     result = gl.convert_layout(result, WRITE)
-    if slot >= 0:
-        store_state(
-            part_out,
-            part_lse,
-            part_top,
-            slot * most_queries * (kv_heads * GROUP),
-            step,
-            head,
-            kv_heads * GROUP,
-            asked,
-            dv,
-            top,
-            lse,
-            result,
-            HEAD,
-        )
-        return
-    store_answer(
+    store(
+        slot,
+        part_out,
+        part_lse,
+        part_top,
         out,
         out_lse,
         out_top,
@@ -312,7 +299,10 @@ def latent_hopper_kernel(
         top_strides,
         request,
         query,
+        step,
         head,
+        most_queries,
+        kv_heads * GROUP,
         asked,
         dv,
         top,

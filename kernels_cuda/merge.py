@@ -1,4 +1,4 @@
-"""The merge kernel: a program merges all partial states of one query head, in a fixed order.
+"""The merge kernel: a program merges all partial states of query heads, in a fixed order.
 
 The formulas stand in ``splitkv.common.state``. One state, or one among empty ones, comes out bit
 for bit: its weight is 1, and what is added to it is -0.0, the identity of addition.
@@ -28,7 +28,10 @@ from splitkv.kernels_cuda.tiles import power_of_two
 _MANY = 32
 """More states than that are merged in larger blocks: each block waits for the one before it."""
 _FEW_ROWS = 16
-"""Of a request: several programs share a row then, since many states would take one too long."""
+"""Of a request: a row is cut in chunks then, since many states would take one program too long."""
+_PROGRAMS = 512
+"""Of a merge: above that many, programs merge several chunks each. Where nothing was split, each
+program costs what it takes to start."""
 
 
 @device_function
@@ -86,7 +89,7 @@ def merge_states(
 
 
 @triton.jit(
-    do_not_specialize=["states", "queries", "heads"],
+    do_not_specialize=["states", "queries", "heads", "cells_each"],
     do_not_specialize_on_alignment=["slots", "cu_seqlens_q", "sinks"],
 )
 def merge_kernel(
@@ -105,8 +108,9 @@ def merge_kernel(
     states,
     queries,
     heads,
+    cells_each,  # chunks of rows that one program merges, one after another
     DV: tl.constexpr,
-    CHUNKS: tl.constexpr,  # programs that share a row
+    CHUNKS: tl.constexpr,  # of a row
     MANY: tl.constexpr,  # states from which on blocks are larger; 0: no row has so many
     BLOCK_STATES: tl.constexpr,
     BLOCK_MANY: tl.constexpr,
@@ -114,11 +118,11 @@ def merge_kernel(
     EARLY: tl.constexpr,
 ):
     program = tl.program_id(0)
-    chunk = program % CHUNKS
-    row = program // CHUNKS % (queries * heads)
-    request = (program // CHUNKS // (queries * heads)).to(tl.int64)
-    step = row // heads
-    head = row % heads
+    rows = queries * heads
+    programs = tl.cdiv(rows * CHUNKS, cells_each)  # of a request
+    request = (program // programs).to(tl.int64)
+    first_cell = program % programs * cells_each
+    last_cell = tl.minimum(first_cell + cells_each, rows * CHUNKS)
     first = tl.zeros([], tl.int32)
     last = states
     if slots is not None:
@@ -127,35 +131,41 @@ def merge_kernel(
     wait_for_splits(EARLY)
     if first == last:  # the split kernel has finished this request
         return
-    query = step.to(tl.int64)
+    first_query = tl.zeros([], tl.int64)
+    end_query = first_query + queries
     if cu_seqlens_q is not None:
         first_query = tl.load(cu_seqlens_q + request).to(tl.int64)
-        query += first_query
-        if query >= tl.load(cu_seqlens_q + request + 1):
-            return
+        end_query = tl.load(cu_seqlens_q + request + 1).to(tl.int64)
 
-    dv = (chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)).to(tl.int64)
-    rows = queries * heads
-    if MANY > 0 and last - first > MANY:
-        merged_top, merged_lse, merged = merge_states(
-            part_out, part_lse, part_top, first, last, rows, row, dv, DV, BLOCK_MANY
-        )
-    else:
-        merged_top, merged_lse, merged = merge_states(
-            part_out, part_lse, part_top, first, last, rows, row, dv, DV, BLOCK_STATES
-        )
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32)
-        merged_lse, share = add_sink(merged_lse, sink)
-        merged *= share
-    head = head.to(tl.int64)
-    if top is not None:
-        top_at = top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2]
-        tl.store(top_at, merged_top, mask=chunk == 0)
-    lse_at = lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2]
-    tl.store(lse_at, merged_lse, mask=chunk == 0)
-    out_row = out + request * out_strides[0] + query * out_strides[1] + head * out_strides[2]
-    tl.store(out_row + dv * out_strides[3], narrow(merged, out.dtype.element_ty), mask=dv < DV)
+    for cell in tl.range(loop_bound(first_cell), loop_bound(last_cell)):
+        row = cell // CHUNKS
+        chunk = cell % CHUNKS
+        head = (row % heads).to(tl.int64)
+        query = first_query + row // heads
+        asked = query < end_query
+        until = tl.where(asked, last, first)  # no split wrote what is not asked
+        dv = (chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)).to(tl.int64)
+        if MANY > 0 and last - first > MANY:
+            merged_top, merged_lse, merged = merge_states(
+                part_out, part_lse, part_top, first, until, rows, row, dv, DV, BLOCK_MANY
+            )
+        else:
+            merged_top, merged_lse, merged = merge_states(
+                part_out, part_lse, part_top, first, until, rows, row, dv, DV, BLOCK_STATES
+            )
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32)
+            merged_lse, share = add_sink(merged_lse, sink)
+            merged *= share
+        once = asked & (chunk == 0)
+        if top is not None:
+            top_at = top + request * top_strides[0] + query * top_strides[1] + head * top_strides[2]
+            tl.store(top_at, merged_top, mask=once)
+        lse_at = lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2]
+        tl.store(lse_at, merged_lse, mask=once)
+        out_row = out + request * out_strides[0] + query * out_strides[1] + head * out_strides[2]
+        cells = out_row + dv * out_strides[3]
+        tl.store(cells, narrow(merged, out.dtype.element_ty), mask=asked & (dv < DV))
 
 
 def merge_launch(
@@ -170,7 +180,8 @@ def merge_launch(
     return _launch(
         workspace,
         destination,
-        rows=plan.batch * spec.num_queries * spec.num_q_heads,
+        requests=plan.batch,
+        rows_of_request=spec.num_queries * spec.num_q_heads,
         few_rows=spec.num_queries * spec.num_q_heads <= _FEW_ROWS,
         most_states=plan.most_states,
         slots=plan.slots,
@@ -201,7 +212,8 @@ def merge_stacked(states: PartialState) -> PartialState:
     launch = _launch(
         parts,
         flat,
-        rows=rows,
+        requests=1,
+        rows_of_request=rows,
         few_rows=False,
         most_states=states.lse.shape[0],
         slots=None,
@@ -218,7 +230,9 @@ def merge_stacked(states: PartialState) -> PartialState:
 def _launch(
     parts: Workspace,
     destination: Destination,
-    rows: int,
+    *,
+    requests: int,
+    rows_of_request: int,
     few_rows: bool,
     most_states: int,
     **arguments: object,
@@ -227,9 +241,14 @@ def _launch(
     padded_dim = power_of_two(head_dim_v)
     block = min(padded_dim, 32) if few_rows else padded_dim
     chunks = -(-head_dim_v // block)
+    cells = rows_of_request * chunks
+    cells_each, num_warps = 1, 1  # of states at hand: so that many rows are on their way
+    if arguments["slots"] is not None:
+        cells_each = min(max(requests * cells // _PROGRAMS, 1), cells)
+        num_warps = 4 if few_rows else 2
     return Launch(
         merge_kernel,
-        rows * chunks,
+        requests * -(-cells // cells_each),
         {
             "part_out": parts.out,
             "part_lse": parts.lse,
@@ -240,14 +259,15 @@ def _launch(
             "out_strides": query_strides(destination.out, 4),
             "lse_strides": query_strides(destination.lse, 3),
             "top_strides": None if destination.top is None else query_strides(destination.top, 3),
+            "cells_each": cells_each,
             "DV": head_dim_v,
             "CHUNKS": chunks,
             "MANY": _MANY if most_states > _MANY else 0,
             "BLOCK_STATES": max(min(16, 4096 // block), 1),
-            "BLOCK_MANY": max(8192 // block, 1),
+            "BLOCK_MANY": max(4096 // block, 1),
             "BLOCK_DV": block,
             "EARLY": early(parts.out.device),
             **arguments,
         },
-        {"num_warps": 4, "launch_pdl": early(parts.out.device)},
+        {"num_warps": num_warps, "launch_pdl": early(parts.out.device)},
     )

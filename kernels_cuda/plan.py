@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from splitkv.common.call import DecodeCall
-from splitkv.common.plan import SplitMode, SplitPlan
-from splitkv.common.visibility import IntArray
+from splitkv.common.plan import Int32Array, SplitMode, SplitPlan
 
 ITEM_FIELDS = 5
 """request, start, end, whether it opens the request's window, workspace slot"""
@@ -134,13 +133,13 @@ def device_offsets(call: DecodeCall) -> Tensor | None:
 
 
 def _upload(plan: SplitPlan, device: torch.device) -> DevicePlan:
-    table, slots, num_items = _tables(plan)
-    flat = torch.from_numpy(np.concatenate([table.reshape(-1), slots]))
+    size = ITEM_FIELDS * (len(plan.request) + plan.batch) + plan.batch + 1
+    flat = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    num_items, num_slots = _write_tables(plan, flat.numpy())
     buffers = _buffers.setdefault(plan, {})
     if device not in buffers:
-        buffers[device] = torch.empty(len(flat), dtype=torch.int32, device=device)
-    pinned = flat.pin_memory() if device.type == "cuda" else flat
-    buffers[device].copy_(pinned, non_blocking=True)
+        buffers[device] = torch.empty(size, dtype=torch.int32, device=device)
+    buffers[device].copy_(flat, non_blocking=True)
     whole = plan.mode is SplitMode.WHOLE and not (
         plan.spec.sliding_window and plan.spec.anchor_tokens
     )
@@ -148,30 +147,31 @@ def _upload(plan: SplitPlan, device: torch.device) -> DevicePlan:
         buffers[device],
         plan.batch,
         num_items=num_items,
-        num_slots=int(slots[-1]),
+        num_slots=num_slots,
         max_slots=0 if whole else len(plan.request),
         most_states=plan.max_splits,
     )
 
 
-def _tables(plan: SplitPlan) -> tuple[np.ndarray, np.ndarray, int]:
-    """``(items, slots, number of items)`` of a host plan."""
-    count, order = plan.num_splits, plan.launch_order
-    counts = np.diff(plan.indptr)
+def _write_tables(plan: SplitPlan, flat: Int32Array) -> tuple[int, int]:
+    """Write ``items`` and ``slots`` of a host plan; returns the numbers of items and of slots."""
+    count, indptr = plan.num_splits, plan.indptr
+    items = flat[: -len(indptr)].reshape(ITEM_FIELDS, -1)
+    slots = flat[-len(indptr) :]
+    counts = indptr[1:] - indptr[:-1]
     shared = counts > 1
-    slots = np.concatenate([[0], np.cumsum(np.where(shared, counts, 0))]).astype(np.int32)
-    request = plan.request[:count]
-    within = np.arange(count) - plan.indptr[request]
-    slot = np.where(shared[request], slots[request] + within, -1)
-    columns = (request, plan.start[:count], plan.end[:count], plan.window_first[:count], slot)
+    slots[0] = 0
+    np.add.accumulate(np.where(shared, counts, 0), out=slots[1:])
+    request, start, end = plan.request[:count], plan.start[:count], plan.end[:count]
+    slot = np.arange(count) + (slots - indptr)[request]
+    slot[~shared[request]] = -1
+    order = plan.launch_order
+    for row, column in zip(
+        items, (request, start, end, plan.window_first[:count], slot), strict=True
+    ):
+        row[:count] = column[order]
+    items[:, count:] = -1
     idle = np.flatnonzero(counts == 0)
-    num_items = count + len(idle)
-    items = np.full((ITEM_FIELDS, len(plan.request) + plan.batch), -1, np.int32)
-    items[:, :count] = np.stack(columns)[:, order]
-    items[:, count:num_items] = _empty_items(idle)
-    return items, slots, num_items
-
-
-def _empty_items(requests: IntArray) -> IntArray:
-    zeros = np.zeros_like(requests)
-    return np.stack([requests, zeros, zeros, zeros, zeros - 1])
+    items[0, count : count + len(idle)] = idle
+    items[1:4, count : count + len(idle)] = 0
+    return count + len(idle), int(slots[-1])

@@ -83,7 +83,11 @@ def turned(tile):
 
 @device_function
 def let_merge_start(EARLY: tl.constexpr):
-    """The merge may be launched now, and wait (CUDA's programmatic dependent launch)."""
+    """The merge may be launched now, and wait (CUDA's programmatic dependent launch).
+
+    To be called when little is left to do: its programs take the first room that they find, and so
+    crowd on few multiprocessors as long as the split kernel fills the others.
+    """
     if EARLY:
         gdc_launch_dependents()
 
@@ -198,56 +202,9 @@ def load_rows(row, offsets, dim, seen, DIM: tl.constexpr, FULL: tl.constexpr):
 
 
 @device_function
-def pages_of(at, seen, request, block_table, table_strides, PAGE_SIZE: tl.constexpr):
-    """``table_entries`` as int64."""
-    return table_entries(at, seen, request, block_table, table_strides, PAGE_SIZE).to(tl.int64)
-
-
-@device_function
 def rows_of(at, first_token, PAGE_SIZE: tl.constexpr):
     """Slot of each token ``at`` in its page, or its row of the request (PAGE_SIZE 0); int64."""
     return first_token + at.to(tl.int64) if PAGE_SIZE == 0 else (at % PAGE_SIZE).to(tl.int64)
-
-
-@device_function
-def locate(
-    at,
-    seen,
-    request,
-    first_token,
-    block_table,
-    table_strides,
-    PAGE_SIZE: tl.constexpr,
-):
-    """Where tokens ``at`` lie: page and slot in it, or request and row (PAGE_SIZE 0); int64."""
-    page = pages_of(at, seen, request, block_table, table_strides, PAGE_SIZE)
-    return page, rows_of(at, first_token, PAGE_SIZE)
-
-
-@device_function
-def load_tile(
-    tokens,
-    dim,
-    stride,
-    seen,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Keys or values [..., N, BLOCK_DIM] at ``tokens`` [..., N]; 0 past DIM and if unseen.
-
-    FULL: all are seen.
-    """
-    cells = down(tokens) + dim * stride
-    if FULL and DIM == BLOCK_DIM:
-        tile = tl.load(cells)
-    elif DIM == BLOCK_DIM:
-        tile = tl.load(cells, mask=down(seen), other=0.0)
-    elif FULL:
-        tile = tl.load(cells, mask=dim < DIM, other=0.0)
-    else:
-        tile = tl.load(cells, mask=down(seen) & (dim < DIM), other=0.0)
-    return tile
 
 
 @device_function
@@ -311,15 +268,27 @@ def in_parts(x, PARTS: tl.constexpr):
 
 
 @device_function
+def first_half(x):
+    """The first half of the rows [P, M, ...]: in one thread with the second, it moves nothing."""
+    if len(x.shape) == 2:
+        halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+        halves = tl.permute(halves, (0, 2, 1))
+    else:
+        halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))
+        halves = tl.permute(halves, (0, 2, 3, 1))
+    first, _second = tl.split(halves)
+    return first
+
+
+@device_function
 def join_parts(top, total, summed, PARTS: tl.constexpr):
     """P softmaxes as one: maximum and sum [P, M] and weighted values [P, M, Dv]; P is 2, 4 or 8."""
     merged_top = tl.max(top, 0)
     share = tl.exp(top - finite_or_zero_top(merged_top)[None, :])
     # pairs in one thread add without the barriers of a sum over warps
     parts = tl.permute(summed * down(share), (1, 2, 0))
-    for halving in tl.static_range(PARTS // 4):
-        left: tl.constexpr = PARTS >> (halving + 1)
-        pairs = tl.reshape(parts, (parts.shape[0], parts.shape[1], left, 2))
+    for _halving in tl.static_range(PARTS // 4):
+        pairs = tl.reshape(parts, (parts.shape[0], parts.shape[1], parts.shape[2] // 2, 2))
         even, odd = tl.split(pairs)
         parts = even + odd
     even, odd = tl.split(parts)
@@ -355,7 +324,11 @@ def normalise(top, total, summed):
 
 @device_function
 def add_sink(lse, sink):
-    """``(lse, share)`` with a learned logit ``sink``: the new lse, and what it leaves of out."""
+    """``(lse, share)`` with a learned logit ``sink``: the new lse, and what it leaves of out.
+
+    A sink of +inf leaves nothing: with 0 in its place below, no infinity meets another.
+    """
     top = finite_or_zero_top(tl.maximum(lse, sink))
+    top = tl.where(top == float("inf"), 0.0, top)
     with_sink = top + tl.log(tl.exp(lse - top) + tl.exp(sink - top))
     return with_sink, tl.exp(lse - finite_or_zero_top(with_sink))

@@ -34,7 +34,7 @@ from splitkv.kernels_cuda.primitives import (
     turned,
 )
 
-_UNSCALED, _ONE, _TOKEN, _CHANNEL = 0, 1, 2, 3
+_UNSCALED, _ONE, _TOKEN, _CHANNEL, _GROUP = 0, 1, 2, 3, 4
 UNSCALED = tl.constexpr(_UNSCALED)
 ONE = tl.constexpr(_ONE)
 """One scale for all that a program reads: of the tensor, of the head, of the request and head."""
@@ -47,6 +47,7 @@ _KINDS = {
     ScaleKind.REQUEST_HEAD: _ONE,
     ScaleKind.TOKEN: _TOKEN,
     ScaleKind.CHANNEL: _CHANNEL,
+    ScaleKind.GROUP: _GROUP,
 }
 
 _INT8_TO_FLOAT16 = tl.constexpr(
@@ -362,14 +363,21 @@ def scale_arguments(call: DecodeCall) -> dict[str, Any]:
         "K_SCALE": _KINDS[spec.k_scale],
         "V_SCALE": _KINDS[spec.v_scale],
         "CODES": quantised(spec),
+        "K_GROUP": _group(call.k_scale, spec.k_scale, spec.head_dim),
+        "V_GROUP": _group(call.v_scale, spec.v_scale, spec.head_dim_v),
     }
+
+
+def _group(scale: Tensor | None, kind: ScaleKind | None, dim: int) -> int:
+    """Elements that share a scale of int4 codes; 0 of others."""
+    return dim // scale.shape[-1] if scale is not None and kind is ScaleKind.GROUP else 0
 
 
 def _strides(
     call: DecodeCall, values: Tensor | None, kind: ScaleKind | None
 ) -> tuple[int, ...] | None:
-    """One: (request, head); per token: (page or request, slot or row, head); per channel: (head,
-    dim).
+    """One: (request, head); per token: (page or request, slot or row, head), and of groups (..,
+    group); per channel: (head, dim).
     """
     if values is None:
         return None
@@ -378,10 +386,10 @@ def _strides(
         return (0, 0)
     if kind is ScaleKind.HEAD:
         return (0, *stride)
-    if kind is not ScaleKind.TOKEN:
+    if kind not in (ScaleKind.TOKEN, ScaleKind.GROUP):
         return stride
     cache = call.cache
     if isinstance(cache, PackedCache):
         return (0, *stride)
     head_major = cache.layout in (Layout.HND, Layout.BNSD)
-    return (stride[0], stride[2], stride[1]) if head_major else stride
+    return (stride[0], stride[2], stride[1], *stride[3:]) if head_major else stride

@@ -8,6 +8,7 @@ from splitkv.kernels_cuda.primitives import (
     add_sink,
     device_function,
     down,
+    in_parts,
     narrow,
     soft_cap,
 )
@@ -22,6 +23,36 @@ def load_item(items, item, capacity):
     opens_window = tl.load(items + 3 * capacity + item)
     slot = tl.load(items + 4 * capacity + item).to(tl.int64)
     return request, start, end, opens_window, slot
+
+
+@device_function
+def places(first_row, first_query, queries, kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """``(step, query, head, asked)`` of each row from ``first_row`` on: its query of the request
+    and of all, its head, and whether there is such a query.
+    """
+    row = first_row + tl.arange(0, ROWS)
+    step = row // GROUP
+    return step, first_query + step, kv_head * GROUP + row % GROUP, step < queries
+
+
+@device_function
+def slopes_of(alibi_slopes, strides, request, head, asked, PARTS: tl.constexpr):
+    """ALiBi's slope of each row, float32."""
+    slopes = alibi_slopes + request * strides[0] + head * strides[1]
+    return in_parts(tl.load(slopes, mask=asked, other=0.0).to(tl.float32), PARTS)
+
+
+@device_function
+def bias_of(attn_bias, strides, request, head, step, PARTS: tl.constexpr):
+    """Pointers to the first column of each row's bias."""
+    rows = attn_bias + request * strides[0] + head * strides[1] + step.to(tl.int64) * strides[2]
+    return in_parts(rows, PARTS)
+
+
+@device_function
+def mask_of(attn_mask, strides, request, step, PARTS: tl.constexpr):
+    """Pointers to the first column of each row's mask."""
+    return in_parts(attn_mask + request * strides[0] + step.to(tl.int64) * strides[1], PARTS)
 
 
 @device_function
@@ -74,11 +105,59 @@ def finish_scores(
 
 
 @device_function
-def store_state(
-    part_out, part_lse, part_top, first_row, step, head, heads, asked, dv, top, lse, result, DV
+def store(
+    slot,
+    part_out,
+    part_lse,
+    part_top,
+    out,
+    out_lse,
+    out_top,
+    sinks,
+    out_strides,
+    lse_strides,
+    top_strides,
+    request,
+    query,
+    step,
+    head,
+    most_queries,
+    heads,
+    asked,
+    dv,
+    top,
+    lse,
+    result,
+    DV: tl.constexpr,
 ):
-    """Leave a partial state in the workspace; the slot's rows begin at ``first_row``."""
-    state = first_row + step * heads + head
+    """Leave rows as a partial state in ``slot`` of the workspace, or as the answer (slot -1)."""
+    if slot >= 0:
+        first_row = slot * most_queries * heads
+        state = first_row + step * heads + head
+        _store_state(part_out, part_lse, part_top, state, asked, dv, top, lse, result, DV)
+    else:
+        _store_answer(
+            out,
+            out_lse,
+            out_top,
+            sinks,
+            out_strides,
+            lse_strides,
+            top_strides,
+            request,
+            query,
+            head,
+            asked,
+            dv,
+            top,
+            lse,
+            result,
+            DV,
+        )
+
+
+@device_function
+def _store_state(part_out, part_lse, part_top, state, asked, dv, top, lse, result, DV):
     tl.store(part_top + state, top, mask=asked)
     tl.store(part_lse + state, lse, mask=asked)
     written = asked[:, None] & (dv < DV)[None, :]
@@ -86,7 +165,7 @@ def store_state(
 
 
 @device_function
-def store_answer(
+def _store_answer(
     out,
     out_lse,
     out_top,

@@ -6,21 +6,17 @@ A request of a single split is finished here; the others leave partial states in
 which ``merge`` reads.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from splitkv.common.cache import Cache, PackedCache, PagedCache
-from splitkv.common.call import DecodeCall
-from splitkv.kernels_cuda.launch import Launch, broadcast_strides, early, query_strides
+from splitkv.kernels_cuda.int4 import group_queries, group_values, score_groups, unit_weights
 from splitkv.kernels_cuda.masks import tile_bounds, tokens_seen
-from splitkv.kernels_cuda.plan import DevicePlan, device_offsets, to_device
 from splitkv.kernels_cuda.primitives import (
     aligned_offsets,
     dot,
     down,
     fetch_table,
+    first_half,
     in_parts,
     join_parts,
     keep_apart,
@@ -38,7 +34,6 @@ from splitkv.kernels_cuda.primitives import (
 )
 from splitkv.kernels_cuda.quantised import (
     TOKEN,
-    scale_arguments,
     scale_queries,
     scale_sums,
     scale_weights,
@@ -46,15 +41,15 @@ from splitkv.kernels_cuda.quantised import (
     subtract_zero,
     widen,
 )
-from splitkv.kernels_cuda.rows import finish_scores, load_item, store_answer, store_state
-from splitkv.kernels_cuda.states import Destination, Workspace
-from splitkv.kernels_cuda.tiles import Tile, padded, rows_differ, tile_for
-
-_UNLIMITED = 2**31 - 2**16
-"""A window or anchor count that hides nothing; larger ones would overflow 32-bit positions."""
-
-_MOST_REGISTERS = 255
-"""A thread's; left to itself, the assembler spills a few to fit one more block."""
+from splitkv.kernels_cuda.rows import (
+    bias_of,
+    finish_scores,
+    load_item,
+    mask_of,
+    places,
+    slopes_of,
+    store,
+)
 
 
 @triton.jit(
@@ -144,7 +139,10 @@ def split_kernel(
     CODES: tl.constexpr,  # the cache is quantised
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
+    K_GROUP: tl.constexpr,  # elements that share a scale of int4 codes; 0: codes are not int4
+    V_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile that hold queries: BLOCK_M, or half of it
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -152,7 +150,6 @@ def split_kernel(
     ROWS_DIFFER: tl.constexpr,  # some token may be seen by one row of a tile and not by another
     EARLY: tl.constexpr,
 ):
-    let_merge_start(EARLY)
     program = tl.program_id(0)
     row_tile = program % row_tiles
     kv_head = (program // row_tiles % kv_heads).to(tl.int64)
@@ -193,22 +190,23 @@ def split_kernel(
 
     if PAGE_SIZE > 0:
         fetch_table(start, end, request, block_table, table_strides, PAGE_SIZE)
-    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    step = rows // GROUP
-    asked = step < queries
-    query = first_query + step
-    head = kv_head * GROUP + rows % GROUP
+    step, query, head, asked = places(
+        row_tile * BLOCK_M, first_query, queries, kv_head, GROUP, BLOCK_M
+    )
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
 
     q_rows = q + request * q_strides[0] + query * q_strides[1] + head * q_strides[2]
     q_mask = asked[:, None] & (d < D)[None, :]
     q_tile = tl.load(q_rows[:, None] + d[None, :] * q_strides[3], mask=q_mask, other=0.0)
-    k_row = k + kv_head * k_strides[2] + d * k_strides[3]
-    v_row = v + kv_head * v_strides[2] + dv * v_strides[3]
+    k_items = d if K_GROUP == 0 else tl.arange(0, BLOCK_D // 2).to(tl.int64)
+    v_items = dv if V_GROUP == 0 else tl.arange(0, BLOCK_DV // 2).to(tl.int64)
+    K_ITEMS: tl.constexpr = D if K_GROUP == 0 else D // 2
+    V_ITEMS: tl.constexpr = DV if V_GROUP == 0 else DV // 2
+    k_row = k + kv_head * k_strides[2] + k_items * k_strides[3]
+    v_row = v + kv_head * v_strides[2] + v_items * v_strides[3]
     each_row = in_parts(asked, PARTS) if ROWS_DIFFER else None
     position = in_parts(length - queries + step, PARTS)
-    slope = None
     score_scale = sm_scale
     if CODES:
         q_tile, rest, factor, shift = scale_queries(
@@ -224,19 +222,19 @@ def split_kernel(
             D,
             K_SCALE,
         )
+        if K_GROUP > 0:
+            q_tile, group_sums = group_queries(q_tile, K_GROUP, PARTS)
         factor, shift = in_parts(factor, PARTS), in_parts(shift, PARTS)
         score_scale = 1.0
+    slope = None
     if alibi_slopes is not None:
-        slopes = alibi_slopes + request * alibi_strides[0] + head * alibi_strides[1]
-        slope = in_parts(tl.load(slopes, mask=asked, other=0.0).to(tl.float32), PARTS)
+        slope = slopes_of(alibi_slopes, alibi_strides, request, head, asked, PARTS)
     bias_rows = None
     if attn_bias is not None:
-        bias_rows = attn_bias + request * bias_strides[0] + head * bias_strides[1]
-        bias_rows = in_parts(bias_rows + step.to(tl.int64) * bias_strides[2], PARTS)
+        bias_rows = bias_of(attn_bias, bias_strides, request, head, step, PARTS)
     mask_rows = None
     if attn_mask is not None:
-        mask_rows = attn_mask + request * mask_strides[0] + step.to(tl.int64) * mask_strides[1]
-        mask_rows = in_parts(mask_rows, PARTS)
+        mask_rows = mask_of(attn_mask, mask_strides, request, step, PARTS)
 
     if PARTS == 1:
         tokens = tl.arange(0, BLOCK_N)
@@ -246,14 +244,14 @@ def split_kernel(
         tokens = tl.reshape(tl.arange(0, BLOCK_N), (PARTS, BLOCK_N // PARTS))
         top = tl.full([PARTS, BLOCK_M], float("-inf"), tl.float32)
         summed = tl.zeros([PARTS, BLOCK_M, BLOCK_DV], tl.float32)
-        q_tile = tl.broadcast_to(q_tile[None, :, :], (PARTS, BLOCK_M, BLOCK_D))
+        if K_GROUP == 0:
+            q_tile = tl.broadcast_to(q_tile[None, :, :], (PARTS, BLOCK_M, BLOCK_D))
         if CODES:
             rest = tl.broadcast_to(rest[None, :, :], (PARTS, BLOCK_M, BLOCK_D))
     leads = tokens  # the tokens whose pages are looked up
     if ALIGNED:
         leads = tl.arange(0, PARTS) * (BLOCK_N // PARTS)
         within = tl.arange(0, BLOCK_N // PARTS)
-    PAGED_AHEAD: tl.constexpr = PAGE_SIZE > 0
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     total = tl.zeros_like(top)
     drift = tl.zeros_like(top)
@@ -267,7 +265,7 @@ def split_kernel(
     for phase in tl.static_range(FIRST_PHASE, 3):
         phase_end = bounds[phase + 1]
         # The pages of the next tile are loaded ahead: else its keys would wait for them.
-        if PAGED_AHEAD and (phase == 1 or FIRST_PHASE == 2):
+        if PAGE_SIZE > 0 and (phase == 1 or FIRST_PHASE == 2):
             lead = bounds[phase] + leads
             next_page = table_entries(
                 lead, lead < phase_end, request, block_table, table_strides, PAGE_SIZE
@@ -283,7 +281,7 @@ def split_kernel(
                 WINDOW and phase != 1,
                 WINDOW_BLOCK,
             )
-            if PAGED_AHEAD and (phase == 1 or FIRST_PHASE == 2):
+            if PAGE_SIZE > 0 and (phase == 1 or FIRST_PHASE == 2):
                 page = next_page
                 lead = first + BLOCK_N + leads
                 next_page = table_entries(
@@ -292,7 +290,7 @@ def split_kernel(
             else:
                 lead = first + leads
                 page = table_entries(
-                    first + leads,
+                    lead,
                     lead < phase_end if ALIGNED else seen,
                     request,
                     block_table,
@@ -307,11 +305,31 @@ def split_kernel(
                 offsets = token_offsets(
                     page, at, first, first_token, k_strides, PAGE_SIZE, WIDE_ROWS
                 )
-            keys = load_rows(k_row, offsets, d, seen, D, phase == 1)
+            keys = load_rows(k_row, offsets, k_items, seen, K_ITEMS, phase == 1)
             if CODES:
                 row = rows_of(at, first_token, PAGE_SIZE)
+                holder = page  # shaped to meet a row of each token
                 if ALIGNED and PARTS > 1:
-                    page = down(page)
+                    holder = down(page)
+            if K_GROUP > 0:
+                products = score_groups(
+                    q_tile,
+                    group_sums,
+                    keys,
+                    factor,
+                    k_scale,
+                    k_zero,
+                    k_scale_strides,
+                    k_zero_strides,
+                    holder,
+                    row,
+                    kv_head,
+                    seen,
+                    D,
+                    BLOCK_D,
+                    K_GROUP,
+                )
+            elif CODES:
                 products = score_codes(
                     q_tile,
                     rest,
@@ -323,7 +341,7 @@ def split_kernel(
                     k_scale_strides,
                     k_zero_strides,
                     request,
-                    page,
+                    holder,
                     row,
                     kv_head,
                     seen,
@@ -369,9 +387,26 @@ def split_kernel(
                 offsets = token_offsets(
                     page, at, first, first_token, v_strides, PAGE_SIZE, WIDE_ROWS
                 )
-            values = load_rows(v_row, offsets, dv, seen, DV, phase == 1)
+            values = load_rows(v_row, offsets, v_items, seen, V_ITEMS, phase == 1)
             summed *= down(decay)
-            if CODES:
+            if V_GROUP > 0:
+                values, unit = group_values(
+                    values,
+                    v_scale,
+                    v_zero,
+                    v_scale_strides,
+                    v_zero_strides,
+                    holder,
+                    row,
+                    kv_head,
+                    seen,
+                    q_tile.dtype,
+                    DV,
+                    BLOCK_DV,
+                    V_GROUP,
+                )
+                weights, unit = unit_weights(weights, unit, q_tile.dtype)
+            elif CODES:
                 values = widen(values, q_tile.dtype, True)
                 if EXACT and v_zero is not None:
                     values = subtract_zero(
@@ -379,7 +414,7 @@ def split_kernel(
                         v_zero,
                         v_zero_strides,
                         request,
-                        page,
+                        holder,
                         row,
                         kv_head,
                         seen,
@@ -394,24 +429,25 @@ def split_kernel(
                     None if EXACT else v_zero,
                     v_scale_strides,
                     v_zero_strides,
-                    page,
+                    holder,
                     row,
                     kv_head,
                     seen,
                     q_tile.dtype,
                     V_SCALE,
                 )
-            if ROWS_DIFFER and phase != 1 and v.dtype.element_ty != tl.int8:  # int8 has no NaN
+            # integers have no NaN
+            if ROWS_DIFFER and phase != 1 and v.dtype.element_ty.is_floating():
                 values, foreign = keep_apart(values, visible)
                 summed += foreign
-            if CODES and V_SCALE == TOKEN:
+            if V_SCALE == TOKEN or V_GROUP > 0:
                 summed += dot(weights, values) * unit
             elif CODES:
                 summed = dot(weights, values, summed)
             else:
                 summed = dot(narrow(weights, values.dtype), values, summed)
 
-    if CODES:
+    if CODES and V_GROUP == 0:
         summed = scale_sums(
             summed,
             drift,
@@ -425,29 +461,20 @@ def split_kernel(
             DV,
             V_SCALE,
         )
+    let_merge_start(EARLY)
     if PARTS > 1:
+        if ROWS < BLOCK_M:
+            top, total, summed = first_half(top), first_half(total), first_half(summed)
+            step, query, head, asked = places(
+                row_tile * BLOCK_M, first_query, queries, kv_head, GROUP, ROWS
+            )
         top, total, summed = join_parts(top, total, summed, PARTS)
     lse, result = normalise(top, total, summed)
-    if slot >= 0:
-        heads = kv_heads * GROUP
-        first_row = slot * most_queries * heads
-        store_state(
-            part_out,
-            part_lse,
-            part_top,
-            first_row,
-            step,
-            head,
-            heads,
-            asked,
-            dv,
-            top,
-            lse,
-            result,
-            DV,
-        )
-        return
-    store_answer(
+    store(
+        slot,
+        part_out,
+        part_lse,
+        part_top,
         out,
         out_lse,
         out_top,
@@ -457,7 +484,10 @@ def split_kernel(
         top_strides,
         request,
         query,
+        step,
         head,
+        most_queries,
+        kv_heads * GROUP,
         asked,
         dv,
         top,
@@ -465,111 +495,3 @@ def split_kernel(
         result,
         DV,
     )
-
-
-def split_launch(
-    call: DecodeCall,
-    plan: DevicePlan,
-    workspace: Workspace,
-    destination: Destination,
-    sinks: Tensor | None,
-) -> Launch:
-    """Attend to every split; finish the requests that have a single one."""
-    spec, cache, device = call.spec, call.cache, call.q.device
-    tile = tile_for(spec)
-    row_tiles = -(-spec.num_queries * spec.group // tile.rows)
-    lengths = cache.cu_seqlens_k if isinstance(cache, PackedCache) else cache.seq_lens
-    mask = None if call.attn_mask is None else call.attn_mask.view(torch.uint8)
-    k_strides, v_strides = _cache_strides(cache)
-    return Launch(
-        split_kernel,
-        plan.num_items * spec.num_kv_heads * row_tiles,
-        {
-            "q": call.q,
-            "k": cache.k,
-            "v": cache.v,
-            "items": plan.items,
-            "seq_lens": to_device(lengths, device).contiguous(),
-            "cu_seqlens_q": device_offsets(call),
-            "block_table": cache.block_table if isinstance(cache, PagedCache) else None,
-            "alibi_slopes": call.alibi_slopes,
-            "attn_bias": call.attn_bias,
-            "attn_mask": mask,
-            "sinks": sinks,
-            **scale_arguments(call),
-            "out": destination.out,
-            "out_lse": destination.lse,
-            "out_top": destination.top,
-            "part_out": workspace.out,
-            "part_lse": workspace.lse,
-            "part_top": workspace.top,
-            "q_strides": query_strides(call.q, 4),
-            "k_strides": k_strides,
-            "v_strides": v_strides,
-            "table_strides": cache.block_table.stride() if isinstance(cache, PagedCache) else None,
-            "alibi_strides": None
-            if call.alibi_slopes is None
-            else query_strides(call.alibi_slopes, 2),
-            "bias_strides": broadcast_strides(call.attn_bias),
-            "mask_strides": broadcast_strides(mask),
-            "out_strides": query_strides(destination.out, 4),
-            "lse_strides": query_strides(destination.lse, 3),
-            "top_strides": None if destination.top is None else query_strides(destination.top, 3),
-            "capacity": plan.capacity,
-            "sm_scale": spec.scale,
-            "cap": spec.logits_soft_cap or 0.0,
-            "window": min(spec.sliding_window or 0, _UNLIMITED),
-            "anchors": min(spec.anchor_tokens, _UNLIMITED) if spec.sliding_window else 0,
-            "bias_columns": 0 if call.attn_bias is None else call.attn_bias.shape[-1],
-            "mask_columns": 0 if mask is None else mask.shape[-1],
-            "row_tiles": row_tiles,
-            "kv_heads": spec.num_kv_heads,
-            "most_queries": spec.num_queries,
-            "GROUP": spec.group,
-            "D": spec.head_dim,
-            "DV": spec.head_dim_v,
-            "PAGE_SIZE": cache.page_size or 0,
-            "PACKED": isinstance(cache, PackedCache),
-            "ALIGNED": _aligned(call, tile),
-            "SAME_STRIDES": k_strides == v_strides,
-            "WIDE_ROWS": _wide_rows(k_strides, v_strides, cache.page_size or tile.tokens),
-            "CAUSAL": spec.causal and spec.num_queries > 1,
-            "WINDOW": spec.sliding_window is not None,
-            "WINDOW_BLOCK": min(spec.window_block, _UNLIMITED),
-            "SOFT_CAP": spec.logits_soft_cap is not None,
-            "BLOCK_M": tile.rows,
-            "BLOCK_N": tile.tokens,
-            "BLOCK_D": padded(spec.head_dim),
-            "BLOCK_DV": padded(spec.head_dim_v),
-            "PARTS": tile.parts,
-            "ROWS_DIFFER": rows_differ(spec, tile.rows),
-            "EARLY": early(device),
-        },
-        {
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "maxnreg": _MOST_REGISTERS,
-        },
-    )
-
-
-def _aligned(call: DecodeCall, tile: Tile) -> bool:
-    """Whether splits begin where pages do, and a part of a tile divides a page."""
-    page_size = call.cache.page_size
-    free = call.spec.sliding_window is not None or call.kv_start is not None
-    return page_size is not None and not free and page_size % (tile.tokens // tile.parts) == 0
-
-
-def _wide_rows(k_strides: tuple[int, ...], v_strides: tuple[int, ...], rows: int) -> bool:
-    return rows * max(abs(k_strides[1]), abs(v_strides[1])) >= 2**31
-
-
-def _cache_strides(cache: Cache) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Strides of k and v as (page or request, slot or row, head, dim)."""
-    if isinstance(cache, PackedCache):
-        return (0, *cache.k.stride()), (0, *cache.v.stride())
-    if isinstance(cache, PagedCache):
-        k, v = cache.nhd()
-    else:
-        k, v = (tensor.transpose(1, 2) for tensor in cache.bnsd())
-    return k.stride(), v.stride()

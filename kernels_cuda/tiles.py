@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from splitkv.common.spec import QUANTISED_DTYPES, DecodeSpec
+from splitkv.common.spec import INT4, QUANTISED_DTYPES, DecodeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,29 @@ def tile_for(spec: DecodeSpec) -> Tile:
     masked = spec.attn_mask or spec.attn_bias
     differ = rows_differ(spec, rows)
     warps = 8 if differ or masked else 4  # masks of every pair take registers
+    quantised = spec.cache_dtype in QUANTISED_DTYPES
+    if spec.cache_dtype == INT4:  # products of each group, and values of a tile, take registers
+        narrow = spec.dtype == torch.float32 or (widest > 128 and masked)
+        tokens = 16 if narrow else 64 if widest <= 64 else 32
+        warps = 8 if widest > 128 else warps
+        grouped = not spec.head_dim % 32 and not narrow  # groups of 16 would be too many at once
+        if rows == 16 and widest <= 128 and not differ and grouped:
+            return Tile(16, tokens=64, num_warps=4, num_stages=4, parts=4)
+        return Tile(16, tokens, num_warps=warps, num_stages=2 if tokens == 16 else 4)
     if spec.dtype == torch.float32:
         return Tile(16, tokens=16, num_warps=warps, num_stages=1 if differ else 2)
     if rows == 16 and widest <= 128 and not differ:
-        if spec.cache_dtype in QUANTISED_DTYPES:  # as many bytes on their way
+        if quantised:  # as many bytes on their way
             return Tile(16, tokens=128, num_warps=4, num_stages=3, parts=4)
-        return Tile(16, tokens=64, num_warps=4, num_stages=4, parts=4)
+        return Tile(16, tokens=64, num_warps=4, num_stages=3, parts=4)
     if widest > 128 and masked:
         return Tile(16, tokens=16, num_warps=warps, num_stages=2)
     if rows == 16:
         tokens = 64 if widest <= 128 and not masked else 32
         return Tile(16, tokens, num_warps=warps, num_stages=3 if widest <= 128 else 2)
+    if rows >= 64 and widest == 128 and not (differ or masked or quantised):
+        # as on a shared prefix; 64 rows of four warps are what Hopper's warpgroup products take
+        return Tile(64, tokens=64, num_warps=4, num_stages=3)
     return Tile(
         min(rows, 64 if widest <= 64 and not differ else 32),
         tokens=32 if widest <= 128 else 16,

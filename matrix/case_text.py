@@ -213,8 +213,8 @@ def _mergeable(case: Case) -> bool:
 
 
 def _fits(value: float, dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` has it; an int8 cache takes another in its place."""
-    if dtype is torch.int8 or math.isnan(value):
+    """Whether ``dtype`` has it; a cache of integers takes another in its place."""
+    if not dtype.is_floating_point or math.isnan(value):
         return True
     if dtype is torch.float8_e4m3fn and math.isinf(value):
         return False
@@ -223,5 +223,5 @@ def _fits(value: float, dtype: torch.dtype) -> bool:
 
 def _takes_nan(case: Case) -> bool:
     first = case.seq_lens[:1] + case.queries[:1]
-    plain = case.spec.cache_dtype is not torch.int8 and not case.bias_hides
+    plain = case.spec.cache_dtype.is_floating_point and not case.bias_hides
     return case.nan in ("k", "v") and plain and len(first) == 2 and min(first) > 0

@@ -16,7 +16,7 @@ import torch
 
 from splitkv.backends.base import Backend
 from splitkv.backends.registry import backend_named
-from splitkv.common.spec import Layout, ScaleKind
+from splitkv.common.spec import INT4, Layout, ScaleKind
 from splitkv.matrix.case import Case, Memory, make
 from splitkv.matrix.inputs import build
 from splitkv.matrix.pairwise import Axis, Never, Row, Space, Takes, extended
@@ -93,6 +93,7 @@ _VALUES: dict[str, dict[str, dict[str, Any]]] = {
         "e4m3": {"kv_dtype": torch.float8_e4m3fn},
         "e5m2": {"kv_dtype": torch.float8_e5m2},
         "int8": {"kv_dtype": torch.int8},
+        "int4": {"kv_dtype": INT4},
     },
     "scale of k": {
         "k-bare": {},
@@ -101,6 +102,7 @@ _VALUES: dict[str, dict[str, dict[str, Any]]] = {
         "k-request": {"k_scale": ScaleKind.REQUEST_HEAD},
         "k-token": {"k_scale": ScaleKind.TOKEN},
         "k-channel": {"k_scale": ScaleKind.CHANNEL},
+        "k-group": {"k_scale": ScaleKind.GROUP},
     },
     "scale of v": {
         "v-bare": {},
@@ -109,6 +111,7 @@ _VALUES: dict[str, dict[str, dict[str, Any]]] = {
         "v-request": {"v_scale": ScaleKind.REQUEST_HEAD},
         "v-token": {"v_scale": ScaleKind.TOKEN},
         "v-channel": {"v_scale": ScaleKind.CHANNEL},
+        "v-group": {"v_scale": ScaleKind.GROUP},
     },
     "zero of k": {"k-symmetric": {}, "k-zero": {"k_zero": True}},
     "zero of v": {"v-symmetric": {}, "v-zero": {"v_zero": True}},
@@ -133,6 +136,9 @@ is in ``case_of``. The order counts: ids follow from it.
 _PAGES, _TABLED = ("p128", "p64", "p16", "p1"), ("nhd", "hnd")
 _UNTABLED = ("bsnd", "bnsd", "packed")
 _SYMMETRIC = ("same", "e4m3", "e5m2")
+_UNGROUPED = (*_SYMMETRIC, "int8")
+_OF_K = tuple(word for word in _VALUES["scale of k"] if word != "k-group")
+_OF_V = tuple(word for word in _VALUES["scale of v"] if word != "v-group")
 NEVER = (
     Never("layout", _TABLED, "page size", ("pageless",), "a block table needs pages of a size"),
     Never("layout", _UNTABLED, "page size", _PAGES, "dense and packed caches have no pages"),
@@ -153,6 +159,12 @@ NEVER = (
         ("v-one", "v-head", "v-request", "v-token", "v-channel"),
         "scales belong to quantised caches",
     ),
+    Never("cache dtype", _UNGROUPED, "scale of k", ("k-group",), "groups are of int4 codes"),
+    Never("cache dtype", _UNGROUPED, "scale of v", ("v-group",), "groups are of int4 codes"),
+    Never("scale of k", ("k-group",), "scale of v", _OF_V, "both hold int4 codes, or none does"),
+    Never("scale of k", _OF_K, "scale of v", ("v-group",), "both hold int4 codes, or none does"),
+    Never("cache dtype", ("int4",), "scale of k", _OF_K, "int4 codes have scales of groups"),
+    Never("cache dtype", ("int4",), "scale of v", _OF_V, "int4 codes have scales of groups"),
     Never("cache dtype", _SYMMETRIC, "zero of k", ("k-zero",), "8-bit floats are symmetric"),
     Never("cache dtype", _SYMMETRIC, "zero of v", ("v-zero",), "8-bit floats are symmetric"),
     Never("scale of k", ("k-bare",), "zero of k", ("k-zero",), "a zero point has a scale"),

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from splitkv.common.spec import Layout, ScaleKind
+from splitkv.common.spec import INT4, Layout, ScaleKind
 from splitkv.matrix.case import Memory, Size, make
 
 RAGGED = (641, 1, 0, 300)
@@ -15,6 +15,7 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 ONE, BY_HEAD, BY_REQUEST = ScaleKind.TENSOR, ScaleKind.HEAD, ScaleKind.REQUEST_HEAD
 BY_TOKEN, BY_CHANNEL = ScaleKind.TOKEN, ScaleKind.CHANNEL
+BY_GROUP = ScaleKind.GROUP
 
 LENGTHS = (
     make("lengths-ragged", "several pages, one token, nothing, a ragged rest", RAGGED),
@@ -150,6 +151,14 @@ DTYPES = (
     make("scales-k-only", "keys scaled, values not", PAIR, kv_dtype=INT8, k_scale=BY_HEAD),
     make("scales-token-int8", "int8 by token", PAIR, kv_dtype=INT8, scales=BY_TOKEN),
     make("scales-token-e4m3", "float8 e4m3 by token", PAIR, kv_dtype=E4M3, scales=BY_TOKEN),
+    make(
+        "scales-token-wide-v",
+        "int8 by token, values wider than keys, whole pages",
+        PAIR,
+        kv_dtype=INT8,
+        scales=BY_TOKEN,
+        head_dim_v=128,
+    ),
     make("scales-channel-int8", "int8 by channel", PAIR, kv_dtype=INT8, scales=BY_CHANNEL),
     make(
         "scales-channel-token",
@@ -194,5 +203,31 @@ DTYPES = (
         v_zero=True,
         layout=Layout.BNSD,
         dtype=FP16,
+    ),
+    make("groups-int4", "int4, groups of 32 around 8", RAGGED, kv_dtype=INT4, scales=BY_GROUP),
+    make(
+        "groups-int4-zeros",
+        "int4 with zero points, groups of 16, packed",
+        PAIR,
+        kv_dtype=INT4,
+        scales=BY_GROUP,
+        k_zero=True,
+        v_zero=True,
+        head_dim=80,
+        layout=PACKED,
+        dtype=FP16,
+    ),
+    make(
+        "groups-int4-fp32",
+        "int4 under float32, several queries behind a window, in splits",
+        PAIR,
+        kv_dtype=INT4,
+        scales=BY_GROUP,
+        k_zero=True,
+        dtype=FP32,
+        layout=HND,
+        num_queries=3,
+        sliding_window=100,
+        num_splits=3,
     ),
 )

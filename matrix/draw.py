@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitkv.common.spec import ScaleKind
+from splitkv.common.quantised import group_sizes, pack_int4, unpack_int4
+from splitkv.common.spec import INT4, ScaleKind
 from splitkv.matrix.case import Case, Memory
 from splitkv.matrix.fixtures import recorded
 
@@ -25,7 +26,8 @@ class Request:
 
     q: [S, H, D]; k: [L, K, D]; v: [L, K, Dv]; bias: [H or 1, largest S, n]; mask: [largest S, n];
     start: [], the first visible position; slopes: [H]; k_scale, v_scale, k_zero, v_zero: [1], [K],
-    per token [L, K, 1], or per channel [K, D or Dv].
+    per token [L, K, 1], per channel [K, D or Dv], or of groups [L, K, D or Dv / g]. int4 codes lie
+    in k and v as in a cache, half as wide.
     """
 
     q: Tensor
@@ -78,7 +80,7 @@ def request(case: Case, seed: int, index: int) -> Request:
         q = q * case.q_gain
     k, v = codes(k, spec.cache_dtype), codes(v, spec.cache_dtype)
     if case.memory is Memory.LATENT:
-        v = k[..., : spec.head_dim_v]
+        v = k[..., : k.shape[-1] * spec.head_dim_v // spec.head_dim]
     if case.nan is not None and index == 0:
         {"k": k, "v": v}[case.nan][length - 1, 0, 0] = math.nan
     scales = {name: _scale(case, seed, name, index) for name in ("k_scale", "v_scale")}
@@ -97,7 +99,11 @@ def request(case: Case, seed: int, index: int) -> Request:
 
 
 def codes(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of variance 1 as a cache holds them; 36 int8 codes to the unit, to cut none off."""
+    """Values of variance 1 as a cache holds them; 36 int8 codes to the unit, to cut none off, and 2
+    int4 codes, around 8.
+    """
+    if dtype == INT4:
+        return pack_int4((values * 2 + 8).round().clamp(0, 15).to(INT4))
     return (values * 36).round().to(dtype) if dtype == torch.int8 else values.to(dtype)
 
 
@@ -105,6 +111,13 @@ def dequantised(codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Ten
     """The values [L, K, D] of one request's ``codes``, float64; scale and zero as ``Request`` has
     them.
     """
+    if codes.dtype == INT4 and scale is not None:
+        codes = unpack_int4(codes)
+        wide = codes.shape[-1] // scale.shape[-1]
+        scale, zero = (
+            None if x is None else x.repeat_interleave(wide, -1)
+            for x in (scale, torch.tensor([8.0]) if zero is None else zero)
+        )
     values = codes.double()
     values = values if zero is None else values - _to_rows(zero)
     return values if scale is None else values * _to_rows(scale)
@@ -116,7 +129,7 @@ def _to_rows(numbers: Tensor) -> Tensor:
 
 def shared(kind: ScaleKind | None) -> bool:
     """Whether all requests have the same scale."""
-    return kind not in (ScaleKind.REQUEST_HEAD, ScaleKind.TOKEN)
+    return kind not in (ScaleKind.REQUEST_HEAD, ScaleKind.TOKEN, ScaleKind.GROUP)
 
 
 def digest(case: Case, seed: int) -> str:
@@ -135,7 +148,7 @@ def _scale(case: Case, seed: int, name: str, index: int) -> Tensor | None:
     if kind is None:
         return None
     own = f"{name}{'' if shared(kind) else index}"
-    unit = 1 / 36 if case.spec.cache_dtype == torch.int8 else 1.0
+    unit = {torch.int8: 1 / 36, INT4: 1 / 2}.get(case.spec.cache_dtype, 1.0)
     shape = _scale_shape(case, name, kind, index)
     return ((0.5 + uniform(seed, case.id, own, *shape)) * unit).float()
 
@@ -147,7 +160,8 @@ def _zero(case: Case, seed: int, name: str, index: int) -> Tensor | None:
         return None
     own = f"{name}{'' if shared(kind) else index}"
     shape = _scale_shape(case, name, kind, index)
-    return (72 * uniform(seed, case.id, own, *shape) - 36).float()
+    drawn = uniform(seed, case.id, own, *shape)
+    return (6 + 4 * drawn if kind is ScaleKind.GROUP else 72 * drawn - 36).float()
 
 
 def _scale_shape(case: Case, name: str, kind: ScaleKind, index: int) -> tuple[int, ...]:
@@ -159,7 +173,13 @@ def _scale_shape(case: Case, name: str, kind: ScaleKind, index: int) -> tuple[in
         ScaleKind.REQUEST_HEAD: (heads,),
         ScaleKind.TOKEN: (case.seq_lens[index], heads, 1),
         ScaleKind.CHANNEL: (heads, width),
+        ScaleKind.GROUP: (case.seq_lens[index], heads, groups_of(width)),
     }[kind]
+
+
+def groups_of(dim: int) -> int:
+    """Groups of 32 elements, of 16 where 32 does not divide ``dim``."""
+    return dim // max((group for group in group_sizes(dim) if group <= 32), default=dim)
 
 
 def _slopes(case: Case, seed: int, index: int) -> Tensor:

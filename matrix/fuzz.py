@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from splitkv.common.spec import FLOAT_DTYPES, QUANTISED_DTYPES, Layout, ScaleKind
+from splitkv.common.spec import FLOAT_DTYPES, INT4, QUANTISED_DTYPES, Layout, ScaleKind
 from splitkv.matrix.case import Case, Memory
 from splitkv.matrix.case_text import from_settings
 from splitkv.matrix.draw import raw
@@ -39,7 +39,8 @@ _ODD_DIMS = (1, 3, 8, 24, 40, 72, 112, 192, 256, 257, 576)
 _PAGES = (16, 16, 32, 64, 128, 128, 128, 256)
 _ODD_PAGES = (1, 2, 3, 8, 48, 100, 512)
 _DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float16, torch.float32)
-_SCALE_KINDS = (None, *ScaleKind)
+_SCALE_KINDS = (None, *(kind for kind in ScaleKind if kind is not ScaleKind.GROUP))
+_CODES = tuple(dtype for dtype in QUANTISED_DTYPES if dtype != INT4)
 _QUERIES = (2, 3, 4, 4, 8, 16, 17)
 _SM_SCALES = (0.0, -0.1, 0.03, 0.5, 1.0)
 _SOFT_CAPS = (0.01, 0.5, 5.0, 30.0, 50.0)
@@ -141,7 +142,12 @@ def _cache_types(dice: Dice, crowd: int, found: Settings) -> Settings:
         return {}
     if dice.chance(40):
         return {"kv_dtype": dice.among(FLOAT_DTYPES)}
-    made: Settings = {"kv_dtype": dice.among(QUANTISED_DTYPES)}
+    dims = _number(found, "head_dim"), _number(found, "head_dim_v")
+    if not any(dim % 16 for dim in dims) and dice.chance(40):
+        scales = dict.fromkeys(("k_scale", "v_scale"), ScaleKind.GROUP)
+        zeros = {"k_zero": dice.chance(50), "v_zero": dice.chance(50)}
+        return {"kv_dtype": INT4, **scales, **zeros}
+    made: Settings = {"kv_dtype": dice.among(_CODES)}
     for part in "kv":
         kind = made[f"{part}_scale"] = dice.among(_SCALE_KINDS)
         if kind is not None and made["kv_dtype"] is torch.int8:
@@ -238,7 +244,7 @@ def _result(dice: Dice, crowd: int, found: Settings) -> Settings:
         whole = found["num_queries"] == 1 and not any(found.get(x) for x in by_place + cuts)
         if whole and "page_size" in found and dice.chance(50):
             made["merged_at_block"] = dice.below(4)
-    held = found.get("kv_dtype") is not torch.int8 and not found.get("bias_hides")
+    held = found.get("kv_dtype") not in (torch.int8, INT4) and not found.get("bias_hides")
     if held and dice.chance(crowd // 4):
         lengths, queries = found["seq_lens"], found.get("query_lens", (1,))
         assert isinstance(lengths, tuple)

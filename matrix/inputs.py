@@ -8,10 +8,10 @@ from torch import Tensor
 
 from splitkv.common.cache import Cache, DenseCache, PackedCache, PagedCache, RingCache
 from splitkv.common.call import DecodeCall
-from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
+from splitkv.common.spec import DecodeSpec, Layout, ScaleKind, codes_per_item
 from splitkv.common.validate import check_ring
 from splitkv.matrix.case import Case, Memory
-from splitkv.matrix.draw import Request, codes, normal, raw, request, shared
+from splitkv.matrix.draw import Request, codes, groups_of, normal, raw, request, shared
 from splitkv.matrix.reference import visible
 
 _FAR = 2**31
@@ -52,9 +52,14 @@ def build(
     spec = case.spec
     counts = [len(entry.q) for entry in requests]
     cache, by_token = _cache(case, seed, requests, poisoned, moved, device)
+    kinds = _scale_kinds(spec)
+    by_token = {
+        name: numbers[..., 0] if kinds[name] is ScaleKind.TOKEN else numbers
+        for name, numbers in by_token.items()
+    }
     scales = {
         name: by_token[name] if name in by_token else _each(requests, name, shared(kind), device)
-        for name, kind in _scale_kinds(spec).items()
+        for name, kind in kinds.items()
     }
     starts_at = torch.device("cpu") if case.host_lengths else device
     call = DecodeCall(
@@ -86,12 +91,19 @@ def _widths(spec: DecodeSpec) -> dict[str, int]:
     """What lies token by token: k and v, and numbers that each token has; by name the last
     dimension.
     """
-    by_token = [name for name, kind in _scale_kinds(spec).items() if kind is ScaleKind.TOKEN]
-    return {"k": spec.head_dim, "v": spec.head_dim_v} | dict.fromkeys(by_token, 1)
+    dims = {"k": spec.head_dim, "v": spec.head_dim_v}
+    per_item = codes_per_item(spec.cache_dtype)
+    widths = {name: dim // per_item for name, dim in dims.items()}
+    for name, kind in _scale_kinds(spec).items():
+        if kind is ScaleKind.TOKEN:
+            widths[name] = 1
+        elif kind is ScaleKind.GROUP:
+            widths[name] = groups_of(dims[name[0]])
+    return widths
 
 
 def _poison_of(case: Case, name: str) -> float:
-    codes_ = name in ("k", "v") and case.spec.cache_dtype == torch.int8
+    codes_ = name in ("k", "v") and not case.spec.cache_dtype.is_floating_point
     return 127 if codes_ else case.poison
 
 
@@ -236,7 +248,9 @@ def _filler(case: Case, seed: int, name: str, poisoned: bool, *shape: int) -> Te
     dtype = case.spec.cache_dtype if name in ("k", "v") else torch.float32
     if poisoned:
         return torch.empty(shape, dtype=dtype).fill_(_poison_of(case, name))
-    return codes(normal(seed, case.id, f"filler {name}", *shape), dtype)
+    *rows, width = shape
+    numbers = normal(seed, case.id, f"filler {name}", *rows, width * codes_per_item(dtype))
+    return codes(numbers, dtype)
 
 
 def _as_laid_out(parts: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
@@ -249,11 +263,9 @@ def _as_laid_out(parts: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
 def _on_device(
     parts: dict[str, Tensor], memory: Memory, device: torch.device
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """k, v, and the others without their last dimension."""
+    """k, v, and the others."""
     k, v = parts["k"], parts["v"]
-    others = {
-        name: part[..., 0].to(device) for name, part in parts.items() if name not in ("k", "v")
-    }
+    others = {name: part.to(device) for name, part in parts.items() if name not in ("k", "v")}
     if memory is Memory.JOINT:
         both = torch.cat([k, v], -1).to(device)
         return both[..., : k.shape[-1]], both[..., k.shape[-1] :], others

@@ -139,4 +139,11 @@ ROWS: tuple[str, ...] = (
     "p64 d96 e4m3 k-one v-channel",
     "p16 acausal alibi e4m3 k-one v-token state",
     "bnsd pageless strided k1 e4m3 k-token v-request",
+    "int4 k-group v-group",
+    "hnd p64 ring s4 acausal window later cap alibi bias tree d80 g7 k1 fp16 int4 k-group v-group k-zero v-zero cut3 holes state int64",
+    "bsnd pageless joint s6 anchored alibi-each bias-shared sinks d96 g16 fp32 int4 k-group v-group cut-size edges host",
+    "bnsd pageless strided ragged blocks d128 g1 int4 k-group v-group whole long",
+    "packed pageless d192 int4 k-group v-group",
+    "p16 d256 int4 k-group v-group",
+    "p1 d192-128 int4 k-group v-group",
 )

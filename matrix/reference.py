@@ -98,6 +98,8 @@ def _attend(
     spec = call.spec
     q = _queries(call, request).to(dtype)
     k, v = gather(call.cache, request)
+    if spec.k_scale is ScaleKind.GROUP:
+        k, v = _nibbles(k), _nibbles(v)
     k = _values(k, call.k_scale, call.k_zero, spec.k_scale, call.cache, request)
     v = _values(v, call.v_scale, call.v_zero, spec.v_scale, call.cache, request)
     k, v = (x.to(dtype).repeat_interleave(spec.group, 1) for x in (k, v))
@@ -147,6 +149,12 @@ def _queries(call: DecodeCall, request: int) -> Tensor:
     return call.q[first:last]
 
 
+def _nibbles(packed: Tensor) -> Tensor:
+    """int4 codes [L, K, D] of bytes [L, K, D / 2]: element d is the half d % 2 of byte d // 2."""
+    d = torch.arange(2 * packed.shape[-1])
+    return (packed.int()[..., d // 2] >> (4 * (d % 2))) % 16
+
+
 def _values(
     codes: Tensor,
     scale: Tensor | None,
@@ -160,12 +168,19 @@ def _values(
         return codes
     values = codes.double()
     if zero is not None:
-        values = values - _of_request(zero, kind, cache, request)
-    return values * _of_request(scale, kind, cache, request)
+        values = values - _of_request(zero, kind, cache, request, codes.shape[-1])
+    elif kind is ScaleKind.GROUP:
+        values = values - 8
+    return values * _of_request(scale, kind, cache, request, codes.shape[-1])
 
 
-def _of_request(numbers: Tensor, kind: ScaleKind | None, cache: Cache, request: int) -> Tensor:
-    """Scales or zero points as float64 that broadcasts to [L, K, D]."""
+def _of_request(
+    numbers: Tensor, kind: ScaleKind | None, cache: Cache, request: int, dim: int
+) -> Tensor:
+    """Scales or zero points as float64 that broadcasts to [L, K, D], D being ``dim``."""
+    if kind is ScaleKind.GROUP:
+        groups = gather(replace(cache, k=numbers, v=numbers), request)[0].double()
+        return groups.repeat_interleave(dim // max(numbers.shape[-1], 1), -1)
     if kind is ScaleKind.TOKEN:
         column = numbers[..., None]  # laid out like k with a head dim of 1
         return gather(replace(cache, k=column, v=column), request)[0].double()

@@ -22,7 +22,7 @@ from splitkv.backends import registry
 from splitkv.backends.base import Backend
 from splitkv.backends.cuda import InterpretedCudaBackend
 from splitkv.backends.registry import backend_named
-from splitkv.common.spec import DecodeSpec, Layout, ScaleKind
+from splitkv.common.spec import INT4, DecodeSpec, Layout, ScaleKind
 from splitkv.common.visibility import window_from
 from splitkv.kernels_ascend import standin
 
@@ -291,7 +291,7 @@ def spec_of(
         num_q_heads=q.shape[-2],
         num_kv_heads=k.shape[head_axis],
         head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
+        head_dim_v=v.shape[-1] * (2 if v.dtype == INT4 else 1),
         layout=kind,
         dtype=q.dtype,
         kv_dtype=k.dtype,
@@ -319,6 +319,8 @@ def spec_of(
 def _scale_kind(scale: Tensor | float | None, part: Tensor) -> ScaleKind | None:
     if scale is None:
         return None
+    if part.dtype == INT4:
+        return ScaleKind.GROUP
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return ScaleKind.TENSOR
     if scale.shape == part.shape[:-1]:

@@ -14,7 +14,7 @@ import torch
 import splitkv
 from dense_attention import LAYOUTS, PAGE, Problem, check, dense, problem, run, stored, where
 from splitkv.backends import cpu_sums, cpu_work
-from splitkv.backends.cpu_tiles import SCRATCH
+from splitkv.backends.cpu_tiles import SCRATCH, Tiles
 
 CUTS: tuple[dict[str, int], ...] = ({"num_splits": 3}, {"split_size": 256}, {"num_splits": 1})
 MIB = 1 << 20
@@ -340,3 +340,35 @@ def test_rows_that_see_nothing() -> None:
     assert (lse[1] == -math.inf).all()
     check((out, lse), given)
     assert torch.isfinite(dense(given)[1][0, 2:]).all()
+
+
+@pytest.mark.parametrize("room", [1, 2], ids=["contiguous", "every other page"])
+@pytest.mark.parametrize("window", [None, 301])
+def test_blocks_of_tokens_have_the_bits_of_tokens(
+    window: int | None, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = torch.Generator().manual_seed(3)
+    pool = torch.randn(90 * room, 16, 2, 32, generator=random).bfloat16()[::room]
+    table = torch.randperm(90, generator=random)[:88].view(2, 44).int()
+    request = {
+        "seq_lens": torch.tensor([700, 93], dtype=torch.int32),
+        "block_table": table,
+        "layout": "NHD",
+        "sliding_window": window,
+        "return_lse": True,
+    }
+    q = torch.randn(2, 4, 32, generator=random).bfloat16()
+    read: list[int] = []
+    honest = Tiles._read_blocks
+    monkeypatch.setattr(
+        Tiles,
+        "_read_blocks",
+        lambda *given: (read.append(given[-1].step), honest(*given))[1],
+    )
+    by_block = splitkv.decode_attention(q, pool, pool.flip(-1), **request)
+    assert max(read) > 1
+    read.clear()
+    monkeypatch.setattr(Tiles, "_step", lambda *_: 1)
+    by_token = splitkv.decode_attention(q, pool, pool.flip(-1), **request)
+    assert not read
+    assert all(torch.equal(*pair) for pair in zip(by_block, by_token, strict=True))

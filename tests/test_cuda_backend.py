@@ -141,6 +141,7 @@ def test_a_gpu_does_not_run_interpreted_kernels(monkeypatch: pytest.MonkeyPatch)
     [
         ("NVIDIA H200", (9, 0), 132, 264, H200, H200.read_bandwidth),
         ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 216, A100, A100.read_bandwidth),
+        ("a workstation's", (12, 0), 54, 54, A100, A100.read_bandwidth / 2),
         ("NVIDIA H100 NVL", (9, 0), 66, 132, H200, H200.read_bandwidth / 2),
     ],
 )

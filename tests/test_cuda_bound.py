@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime import _allocation
 
 from splitkv.common.plan import plan_splits
 from splitkv.common.profile import H200
@@ -102,17 +104,41 @@ def test_the_ordinary_way_is_taken(
 
 def test_a_workspace_that_lies_elsewhere_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
-    start = bound._Start(lambda *values: started.append(values), (1, 1, 1), (), [], ())
-    monkeypatch.setattr(
-        bound, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 0))
+    start = bound._Start(
+        lambda *values: started.append(values), [1, 1, 1, None, 5, 0], ((5, 0, 4),)
     )
-    kept = bound.Bound((start,), workspace=8)
-    assert kept.start(torch.device("cpu"), [])
-    assert len(started) == 1
+    streams = iter((7, 8))
+    active = SimpleNamespace(get_current_stream=lambda index: next(streams) + index)
+    monkeypatch.setattr(bound, "driver", SimpleNamespace(active=active))
+    kept = bound.Bound((start,), workspace=torch.empty(1).expand(8))
+    assert kept.start(1, [64])
+    assert kept.start(1, [32])
+    assert started == [(1, 1, 1, 8, 5, 68), (1, 1, 1, 9, 5, 36)]  # on the stream of each call
     off = torch.empty(9)[1:]
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: off)
-    assert not kept.start(torch.device("cpu"), [])
-    assert len(started) == 1
+    monkeypatch.setattr(torch, "empty_like", lambda *_, **__: off)
+    assert not kept.start(1, [64])
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize("scratch", [0, 64])
+def test_past_the_wrapper_a_launcher_is_given_the_same(
+    monkeypatch: pytest.MonkeyPatch, scratch: int
+) -> None:
+    given: list[tuple[object, ...]] = []
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    launcher.launch = lambda *values: given.append(values)
+    launcher.global_scratch_size, launcher.global_scratch_align = scratch, 1
+    launcher.profile_scratch_size, launcher.profile_scratch_align = 0, 1
+    launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, True
+    allocator = SimpleNamespace(get=lambda: lambda *_: "scratch")
+    monkeypatch.setattr(_allocation, "_allocator", allocator)
+    compiled = SimpleNamespace(run=launcher, packed_metadata=(4, 1, 0))
+    run, fixed = bound._launcher(compiled)  # type: ignore[arg-type]
+    assert (run is launcher) == (scratch > 0)  # which has to allocate it
+    run(2, 1, 1, 7, 5, *fixed, "own")
+    launcher(2, 1, 1, 7, 5, (4, 1, 0), None, None, None, "own")
+    assert given[0] == given[1]
+    assert (given[0][7] == "scratch") == (scratch > 0)
 
 
 def test_the_interpreter_keeps_nothing_and_its_bits_stay() -> None:

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import splitkv
+from splitkv.common.cost import QUARTER_WAVES, StepCost, splits_of, step_cost
 from splitkv.common.plan import SplitMode, SplitPlan, granule_tokens, plan_splits
 from splitkv.common.profile import PROFILES, DeviceProfile
 from splitkv.common.spec import DecodeSpec, Layout
@@ -207,10 +208,10 @@ def granules_seen(plan: SplitPlan) -> int:
 
 
 def assert_balanced(plan: SplitPlan) -> None:
-    share = granules_seen(plan) * plan.spec.num_kv_heads / plan.profile.workers
+    share = -(-granules_seen(plan) * plan.spec.num_kv_heads // plan.profile.workers)
     anchors = plan.spec.anchor_tokens if plan.spec.sliding_window is not None else 0
     slowest = int(plan.worker_tokens().max())
-    assert slowest <= 2 * max(share, 1.0) * plan.granule + anchors
+    assert slowest <= 2 * max(share, 1) * plan.granule + anchors
     assert plan.worker_tokens().sum() == plan.lengths.sum() * plan.spec.num_kv_heads
 
 
@@ -484,3 +485,55 @@ def test_the_longest_splits_are_launched_first() -> None:
 def test_a_device_profile_refuses_what_no_device_has(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be 1 or more|must be above 0"):
         replace(H200, **wrong)
+
+
+def plain_seconds(cost: StepCost, granules: list[int], size: int) -> float:
+    """The model in its own words: inf where a split may leave one worker with too much."""
+    share = sum(granules) * cost.kv_heads / cost.workers
+    states = sum(math.ceil(each / size) for each in granules)
+    items, limit = states * cost.kv_heads, max(math.ceil(share), 1)
+    if size > limit and not (items <= cost.workers and size <= 2 * limit):
+        return math.inf
+    waves = math.ceil(items / cost.workers)
+    slowest = size if waves == 1 else share + size / 2
+    core = 0.0
+    if len(set(granules)) == 1:
+        slowest, core = waves * size, math.ceil(items / cost.cores) * size * cost.together
+    seconds = max(share, cost.alone * slowest, core) * cost.granule_seconds
+    seconds += waves * cost.split_seconds
+    return seconds + (cost.merge_seconds(states) if size < max(granules) else 0)
+
+
+@given(
+    lengths=st.one_of(
+        st.lists(st.integers(1, 200_000), min_size=1, max_size=40),
+        st.builds(lambda n, b: [n] * b, st.integers(1, 200_000), st.integers(1, 300)),
+    ),
+    kv_heads=st.sampled_from([1, 8]),
+)
+@example(lengths=[131072] + [1024] * 63, kv_heads=8)
+@example(lengths=[8192], kv_heads=8)
+def test_property_no_considered_size_is_predicted_to_be_faster(
+    lengths: list[int], kv_heads: int
+) -> None:
+    granules = [math.ceil(length / 64) for length in lengths]
+    cost = step_cost(spec(kv_heads=kv_heads), H200, 64)
+    share = sum(granules) * kv_heads // H200.workers
+    whole = max(granules)
+    if len(set(granules)) == 1:
+        pieces = [max(H200.workers * q // (4 * len(granules) * kv_heads), 1) for q in QUARTER_WAVES]
+        sizes = [whole, *(math.ceil(whole / each) for each in pieces)]
+    else:
+        sizes = [whole, *(min(max(share * 4 // q, 1), whole) for q in QUARTER_WAVES)]
+    best = cost.best_size(np.array(granules))
+    found = {size: plain_seconds(cost, granules, size) for size in sizes}
+    assert found[best] == pytest.approx(min(found.values()), rel=1e-12)
+
+
+def test_splits_are_counted_exactly_at_the_limit() -> None:
+    granules = np.array([2**31 - 1, 2**31 - 2, 2**30 + 1, 0])
+    sizes = [2**31 - 1, 2**30, 2**15 + 1, 3, 2, 1]
+    exact = [sum(-(-each // size) for each in granules.tolist()) for size in sizes]
+    assert splits_of(granules, sizes) == exact
+    single = granules.astype(np.float32) / np.array(sizes, np.float32)[:, None]
+    assert np.ceil(single).sum(1).tolist() != exact, "the control: float32 is not enough"

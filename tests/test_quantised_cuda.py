@@ -180,7 +180,7 @@ def swap(name: str) -> Any:
     ids=["no k_zero", "no v_zero", "k_scale turned", "v_scale turned", "v_zero turned"],
 )
 def test_a_mistake_is_out_of_bounds(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitkv.kernels_cuda.split.scale_arguments", mistake)
+    monkeypatch.setattr("splitkv.kernels_cuda.split_launch.scale_arguments", mistake)
     settings = FULL | {"head_dim": 2 * 8, "num_kv_heads": 2}
     assert measured(**settings) != []
 

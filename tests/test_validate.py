@@ -30,6 +30,7 @@ from malformed import (
     several,
     table,
 )
+from splitkv.backends.binding import Indices
 from splitkv.backends.cpu import CpuBackend
 from splitkv.common.call import DecodeCall
 from splitkv.common.plan import plan_splits
@@ -226,6 +227,65 @@ def test_a_bound_plan_does_not_hide_what_changed(bound: bool) -> None:
         )
     with pytest.raises(ValueError, match=r"block_table\[0, 0\] is 99"):
         splitkv.decode_attention(**{**request, "block_table": table(r0c0=99)})
+
+
+@pytest.mark.parametrize("level", ["full", "shapes"])
+@pytest.mark.parametrize("through", ["torch", "numpy", "another tensor"])
+def test_values_that_change_in_place_are_found_again(level: str, through: str) -> None:
+    lengths = ints(17, 8)
+    request = paged(plan=other_plan(LENGTHS), seq_lens=lengths, validate=level)
+    pages = request["block_table"] = request["block_table"].clone()
+    splitkv.decode_attention(**request)
+    splitkv.decode_attention(**request)  # vouched for
+    if through == "torch":
+        lengths[1] = 9
+    elif through == "numpy":
+        lengths.numpy()[1] = 9
+    else:
+        request["seq_lens"] = ints(17, 9)
+    with pytest.raises(ValueError, match=r"seq_lens\[1\] is 9"):
+        splitkv.decode_attention(**request)
+    lengths[1] = 8
+    request["seq_lens"] = lengths
+    splitkv.decode_attention(**request)
+    if level == "full":
+        pages.numpy()[0, 0] = 99
+        plan = request["plan"]
+        request.pop("validate")  # the default relies on what the plan has seen
+        with pytest.raises(ValueError, match=r"block_table\[0, 0\] is 99"):
+            splitkv.decode_attention(**request)
+        assert plan.bound
+
+
+def test_a_vouched_tensor_that_moves_or_turns_is_looked_at_again() -> None:
+    kept = torch.zeros(4, 4, dtype=torch.int32)
+    known = Indices.of(kept)
+    assert known.still(kept)
+    assert known.still(kept.clone())
+    assert not known.still(kept.long())
+    kept.data = torch.ones(4, 4, dtype=torch.int32)
+    assert not known.still(kept)
+    turned = torch.arange(16, dtype=torch.int32).view(4, 4)
+    known = Indices.of(turned)
+    turned.t_()
+    assert not known.still(turned)
+    odd = torch.arange(32, dtype=torch.int32).view(4, 8)[:, ::2]  # no array of one piece
+    known = Indices.of(odd)
+    assert known.still(odd)
+    odd[3, 3] = 7
+    assert not known.still(odd)
+
+
+def test_lse_inside_out_is_refused_and_beside_it_is_not() -> None:
+    request = paged(return_lse=True)
+    wanted, wanted_lse = splitkv.decode_attention(**request)
+    room = torch.zeros(B, H, D + 1)
+    out, beside, inside = room[..., :D], room[..., D], room[..., D - 1]
+    with pytest.raises(ValueError, match="out and lse must not share memory"):
+        splitkv.decode_attention(**request, out=out, lse=inside)
+    splitkv.decode_attention(**request, out=out, lse=beside)
+    assert torch.equal(out, wanted)
+    assert torch.equal(beside, wanted_lse)
 
 
 # What only the form with a spec can get wrong

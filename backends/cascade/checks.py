@@ -14,7 +14,8 @@ from splitkv.backends.cascade.plan import CascadePlan, check_mask_tokens
 from splitkv.backends.registry import select
 from splitkv.common.cache import PagedCache, check_index
 from splitkv.common.call import DecodeCall
-from splitkv.common.spec import DecodeSpec
+from splitkv.common.quantised import scale_shapes
+from splitkv.common.spec import INT4, DecodeSpec, ScaleKind
 from splitkv.common.validate import Validate, check_call, check_types
 from splitkv.common.visibility import IntArray, as_lengths
 
@@ -55,13 +56,14 @@ def check_plannable(
     """
     check_cascade_types(cache, spec, {"cu_seqlens_q": cu_seqlens_q})
     check_mask_tokens(mask_tokens)
+    scales = _scales_of_groups(cache, spec)
     plain = replace(
         spec,
         alibi=False,
         attn_bias=False,
         sinks=False,
-        k_scale=None,
-        v_scale=None,
+        k_scale=spec.k_scale if scales else None,
+        v_scale=spec.v_scale if scales else None,
         k_zero=False,
         v_zero=False,
     )
@@ -75,7 +77,18 @@ def check_plannable(
         # pages that the mask may hide need not be there
         hidden = cache.capacity if mask_tokens is None else min(mask_tokens, cache.capacity)
         mask = cache.k.new_zeros((), dtype=torch.bool).expand(cache.batch, spec.num_queries, hidden)
-    check_call(DecodeCall(q, cache, plain, cu_seqlens_q, attn_mask=mask), None, Validate.FULL)
+    call = DecodeCall(q, cache, plain, cu_seqlens_q, attn_mask=mask, **scales)
+    check_call(call, None, Validate.FULL)
+
+
+def _scales_of_groups(cache: PagedCache, spec: DecodeSpec) -> dict[str, Tensor]:
+    """Ones of no memory for int4 codes, which mean nothing without their scales."""
+    if spec.cache_dtype != INT4:
+        return {}
+    one = cache.k.new_ones((), dtype=torch.float32)
+    parts = {"k_scale": cache.k, "v_scale": cache.v}
+    shapes = {name: scale_shapes(ScaleKind.GROUP, part, cache) for name, part in parts.items()}
+    return {name: one.expand(found[0] if found else ()) for name, found in shapes.items()}
 
 
 def check_cascade(

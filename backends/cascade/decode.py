@@ -49,7 +49,7 @@ def plan_cascade(
         spec,
         cache.block_table.detach().cpu().numpy(),
         as_lengths("seq_lens", cache.seq_lens),
-        profile=chosen.profile(),
+        profile=chosen.profile_for(spec),
         query_counts=counts,
         mask_tokens=mask_tokens,
         queries_per_read=queries_per_read(chosen, spec),
