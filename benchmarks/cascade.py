@@ -1,9 +1,10 @@
 """Shared prefixes against flat decode: ``python -m benchmarks.cascade [--full] [--device cuda]``.
 
 32 query heads, 8 kv heads, head dim 128, shuffled pages of 16 (NHD). Both plans are made outside
-the clock; flat and cascade take turns, and the ratio is the median of the ratios of one turn.
-"reads" is K and V bytes of the flat plan over those of the cascade. ``--full``: a prefix of 32k, 64
-requests, suffixes of 512. A GPU's small points stay in its caches: read the full one there.
+the clock; flat and cascade take turns, and the ratio is the median of the ratios of one turn. On a
+GPU each is a CUDA graph; "eager" is the cascade with the host's work in it. "reads" is K and V
+bytes of the flat plan over those of the cascade. ``--full``: a prefix of 32k, 64 requests, suffixes
+of 512. A GPU's small points stay in its caches: read the full one there.
 """
 
 import argparse
@@ -11,20 +12,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import splitkv
 from splitkv.backends.cascade.decode import cascade_decode, plan_cascade
+from splitkv.cli.bench_timing import Candidate, HostTimer, kernel_timer, take_turns
 from splitkv.cli.output import print_table
 from splitkv.common.spec import DecodeSpec, Layout
 
 Q_HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
-CALLS = {"cpu": 1, "cuda": 20}
-"""Calls of one turn: launches of a GPU's calls overlap with the work before them."""
+CALLS = {"cpu": 1, "cuda": 4}
+"""Calls of one turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +78,21 @@ def _measure(
     planning = time.perf_counter() - start
     cascade = plan_cascade(cache, spec, always=True)
     flat = splitkv.select(spec, device).plan(spec, cache.seq_lens.tolist())
-    calls: dict[str, Callable[[], object]] = {
-        "flat": lambda: splitkv.decode(q, cache, spec, plan=flat),
-        "cascade": lambda: cascade_decode(q, cache, spec, plan=cascade),
+    calls = {
+        "flat": Candidate((partial(splitkv.decode, q, cache, spec, plan=flat),)),
+        "cascade": Candidate((partial(cascade_decode, q, cache, spec, plan=cascade),)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + 1):
-        for name, call in calls.items():
-            took = _clock(call, device)
-            if turn:  # the first binds the plan
-                seconds[name].append(took)
-    ratio = statistics.median(
-        a / b for a, b in zip(seconds["flat"], seconds["cascade"], strict=True)
-    )
+    timer, count = kernel_timer(device), CALLS[device.type]
+    ready = {name: timer.ready(candidate, count) for name, candidate in calls.items()}
+    ready["eager"] = HostTimer(device).ready(calls["cascade"], count)
+    times = take_turns(ready, turns)
+    pairs = zip(times["flat"].seconds, times["cascade"].seconds, strict=True)
+    ratio = statistics.median(one / other for one, other in pairs)
     return {
         "prefix": point.prefix,
         "requests": point.requests,
         "suffix": point.suffix,
-        "flat": f"{statistics.median(seconds['flat']) * 1e3:.3f}",
-        "cascade": f"{statistics.median(seconds['cascade']) * 1e3:.3f}",
+        **{name: f"{times[name].median * 1e3:.3f}" for name in ready},
         "times": f"{ratio:.2f}",
         "reads": f"{cascade.flat_kv_bytes / cascade.kv_bytes:.1f}",
         "planner": "shares" if chosen.groups else "flat",
@@ -118,16 +116,6 @@ def _cache(point: Point, device: torch.device, dtype: torch.dtype) -> splitkv.Pa
     table = torch.cat([prefix, order[shared:].view(point.requests, own)], 1)
     lengths = torch.full((point.requests,), point.prefix + point.suffix, dtype=torch.int32)
     return splitkv.PagedCache(k, v, table, lengths.to(device), Layout.NHD)
-
-
-def _clock(call: Callable[[], object], device: torch.device) -> float:
-    repeats = CALLS[device.type]
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / repeats
 
 
 if __name__ == "__main__":

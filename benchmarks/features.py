@@ -1,6 +1,7 @@
 """What features cost on a GPU: ``python -m benchmarks.features [--only WORD,WORD]``.
 
-quantised: caches of 8 bits beside bfloat16, 64 requests of 8k. latent: absorbed MLA of 128 heads,
+quantised: caches of 8 bits beside bfloat16, 64 requests of 8k. int4: such caches beside bfloat16,
+too. latent: absorbed MLA of 128 heads,
 64 requests of 8k, beside a matrix product of torch. window: a window of 4k at 128k beside a history
 of 4k. tree: a tree of 64 draft nodes beside 64 causal queries. Each part replaces itself in the
 results file of its device.
@@ -38,6 +39,21 @@ def quantised(where: Where) -> Mapping[str, object]:
         ways[str(dtype).removeprefix("torch.")] = _way(
             where, spec, batch, length, k_scale=scale, v_scale=scale
         )
+    found = _microseconds(where, ways, batch * length * _spec().kv_bytes_per_token)
+    base = found["bfloat16_us"]
+    rates = {name.replace("_us", "_speed"): round(base / us, 3) for name, us in found.items()}
+    return {"batch": batch, "length": length} | found | rates
+
+
+def int4(where: Where) -> Mapping[str, object]:
+    """Groups of 32 and 128 elements, scales in bfloat16."""
+    batch, length = (2, 256) if where.quick else (64, 8192)
+    ways = {"bfloat16": _way(where, _spec(), batch, length)}
+    for group in (32, 128):
+        spec = _spec(kv_dtype=torch.uint8, k_scale=ScaleKind.GROUP, v_scale=ScaleKind.GROUP)
+        shape = (batch * length // _PAGE, _PAGE, 8, 128 // group)
+        scale = _random(shape, torch.bfloat16, where.device).abs() + 0.5
+        ways[f"group_{group}"] = _way(where, spec, batch, length, k_scale=scale, v_scale=scale)
     found = _microseconds(where, ways, batch * length * _spec().kv_bytes_per_token)
     base = found["bfloat16_us"]
     rates = {name.replace("_us", "_speed"): round(base / us, 3) for name, us in found.items()}
@@ -103,6 +119,7 @@ def tree(where: Where) -> Mapping[str, object]:
 
 PARTS: dict[str, Part] = {
     "quantised": quantised,
+    "int4": int4,
     "latent": latent,
     "window": window,
     "tree": tree,
@@ -126,7 +143,8 @@ def _way(
     """One call on random pages; the cache is larger than any cache of the device."""
     device, pages = where.device, batch * length // _PAGE
     at = device if device.type == "cuda" else torch.device("cpu")
-    shape = (pages, _PAGE, spec.num_kv_heads, spec.head_dim)
+    stored = spec.head_dim // 2 if spec.cache_dtype is torch.uint8 else spec.head_dim
+    shape = (pages, _PAGE, spec.num_kv_heads, stored)
     keys = _random(shape, spec.cache_dtype, device)
     if spec.head_dim_v < spec.head_dim:
         values = keys[..., : spec.head_dim_v]
@@ -149,6 +167,8 @@ def _way(
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype is torch.int8:
         return torch.randint(-127, 128, shape, dtype=dtype, device=device)
+    if dtype is torch.uint8:
+        return torch.randint(0, 256, shape, dtype=dtype, device=device)
     return torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype)
 
 

@@ -1,7 +1,6 @@
 """Benchmarks in parts, each of which replaces itself in the results file of its device."""
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.grid.measure import EAGER, GRAPH, calls_per_turn
+from benchmarks.grid.measure import EAGER, GRAPH, calls_per_turn, release, words
 from benchmarks.grid.results import FOLDER, code_digest, file_name
 from splitkv.backends.base import Backend
 from splitkv.backends.registry import BACKENDS
@@ -62,17 +61,21 @@ def run_parts(
         parser.error(f"--only: unknown {unknown}, known: {list(parts)}")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     where, start = Where(device, args.turns, args.quick), time.monotonic()
+    failed = False
     for name in args.only.split(","):
         if time.monotonic() - start > args.seconds:
             print(f"out of time before {name}")
             break
-        found = parts[name](where)
+        release(device)
+        try:
+            found = parts[name](where)
+        except Exception as error:  # noqa: BLE001 - one part's fault, and the others go on
+            failed = True
+            print(f"{name} failed: {words(error)}", flush=True)
+            continue
         print(f"{name}: {json.dumps(_headlines(found))}", flush=True)
         _save(kind, name, found, where, args.out)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return 0
+    return 1 if failed else 0
 
 
 def turns_of(where: Where, ways: dict[str, Candidate], kv_bytes: int) -> dict[str, Timing]:
@@ -94,7 +97,7 @@ def _headlines(found: Mapping[str, object]) -> dict[str, object]:
 
 def _save(kind: str, name: str, found: Mapping[str, object], where: Where, folder: Path) -> None:
     machine = this_machine(where.device)
-    file = file_name(machine.device).replace("grid@", f"{kind}@")
+    file = file_name(machine.device, kind)
     known: dict[str, object] = {}
     for path in dict.fromkeys((FOLDER / file, folder / file)):
         if path.is_file():

@@ -102,6 +102,7 @@ def split_sweep(where: Where) -> dict[str, object]:
                 "us": {name: micro(timing.median) for name, timing in timings.items()},
             }
         )
+        print(f"{point.id} {rows[-1]['over_best']} of the best ({best})", flush=True)
         del step, ways
         gc.collect()
     large = [row["predicted_over_measured"] for row in rows if row["kv_bytes"] >= 64e6]

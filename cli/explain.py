@@ -24,7 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=["torch_npu"],
         help="print the operator call of the chosen Ascend route as Python, and nothing else",
     )
-    group = parser.add_argument_group("the Ascend backend")
+    parser.add_argument(
+        "--all", action="store_true", help="the routes of Ascend too, where nothing of it is here"
+    )
+    group = parser.add_argument_group("the Ascend backend (each of these shows its routes)")
     add = group.add_argument
     add("--soc", help="decide for this chip: 910B, 910_93, 310P, 950 (default: this machine's)")
     add("--route", help="ask for this route of the Ascend backend")
@@ -81,6 +84,9 @@ def _print_text(
     )
     if args.backend not in (None, "ascend") or args.device not in (None, ascend.device_type):
         return
+    if not _shows_routes(args, ascend):
+        print("\nthe routes of ascend: --all")
+        return
     choice = ascend.choice(spec)
     print(f"\nroute on {ascend.wants.soc}: {ascend.route(spec) or 'none'}")
     rows = {name: "\n".join(reasons) for name, reasons in choice.against.items()}
@@ -89,6 +95,13 @@ def _print_text(
     print_table(("route of ascend", "reasons against it"), rows.items())
     for warning in _warnings(spec):
         print(f"on ascend: {warning}")
+
+
+def _shows_routes(args: argparse.Namespace, ascend: AscendBackend) -> bool:
+    """Whether they were asked for, or this machine can take them."""
+    flags = args.soc is not None or args.route is not None or args.loose or args.no_lse
+    named = args.backend is not None or args.device is not None
+    return args.all or flags or named or ascend.missing() is None
 
 
 def _warnings(spec: DecodeSpec) -> list[str]:

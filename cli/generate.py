@@ -138,7 +138,7 @@ def write(
     inputs = {name: tensor.to(settings.device) for name, tensor in inputs.items()}
     spec = spec_of(model, settings)
     backend = select(spec, settings.device, settings.backend)
-    profile = backend.profile()
+    profile = backend.profile_for(spec)
     if settings.num_splits is not None:
         profile = replace(profile, tile_tokens=settings.page_size)
     hf.register(num_splits=settings.num_splits, backend=settings.backend, profile=profile)

@@ -2,7 +2,8 @@
 
 A command is a module of this folder with ``HELP``, ``configure(parser)`` and ``run(args) -> int``.
 It is imported when it is asked for, so that no command waits for another's libraries. Exit codes:
-0 all held, 1 something did not, 2 a malformed request.
+0 all held; 1 something did not, or the request is well formed and nobody here takes it (no such
+device, no such library: ``UnsupportedError``); 2 a malformed request.
 """
 
 import argparse
@@ -29,6 +30,8 @@ COMMANDS = {
     "demo": "a real small model decodes through splitkv",
     "generate": "continue a text with a model that decodes through splitkv",
 }
+NOT_HELD, MALFORMED = 1, 2
+"""Exit codes of what is not so, or not to be had here, and of what cannot be meant."""
 READER_GONE = 141
 """Exit code when whoever read stdout stopped (``| head``): 128 + SIGPIPE, as of other programs."""
 
@@ -63,11 +66,13 @@ def _run(module: ModuleType, args: argparse.Namespace) -> int:
     try:
         return int(module.run(args))
     except (OverflowError, MemoryError) as error:
-        return _refused(args, ValueError(f"a number is too large: {error}"))
-    except (ValueError, NotImplementedError) as error:
+        return _refused(args, ValueError(f"a number is too large: {error}"), MALFORMED)
+    except ValueError as error:
+        return _refused(args, error, MALFORMED)
+    except NotImplementedError as error:
         if type(error) is NotImplementedError:
             raise  # a gap in the code, where UnsupportedError is an answer
-        return _refused(args, error)
+        return _refused(args, error, NOT_HELD)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,7 +96,8 @@ def _parser(
     parser = (_JsonParser if as_json else _Parser)(
         prog="splitkv",
         description="Split-KV decode attention: the same on CPU, NVIDIA GPUs and Ascend NPUs.",
-        epilog="exit codes: 0 all held, 1 something did not hold, 2 malformed request",
+        epilog="exit codes: 0 all held, 1 something did not hold or is not to be had here, "
+        "2 malformed request",
     )
     parser.add_argument("--version", action="version", version=f"splitkv {__version__}")
     choices = parser.add_subparsers(dest="command", metavar="command")
@@ -107,8 +113,8 @@ def _parser(
     return parser, subparsers
 
 
-def _refused(args: argparse.Namespace, error: Exception) -> int:
+def _refused(args: argparse.Namespace, error: Exception, code: int) -> int:
     print(f"splitkv {args.command}: {error}", file=sys.stderr)
     if args.json:
         print_json({"error": str(error), "kind": type(error).__name__})
-    return 2
+    return code

@@ -1,7 +1,7 @@
 """``splitkv parity``: the cases on the backends in reach, against the float64 reference."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 
 from splitkv.backends.base import Backend
 from splitkv.backends.registry import check_device
+from splitkv.cli import parity_jobs
 from splitkv.cli.output import print_json, print_table, track
 from splitkv.matrix import parity
 from splitkv.matrix.case import Case
@@ -34,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--standin", action="store_true", help="Ascend on a CPU imitation of its operators")
     add("--seed", type=int, default=SEED, metavar="N", help=f"of the inputs (default {SEED})")
+    add("--jobs", type=int, default=1, metavar="N", help="processes at work at a time (default 1)")
     add("--record", action="store_true", help="write matrix/evidence for the backends in reach")
     add("--against", type=Path, metavar="FILE", help="compare with another host's evidence")
 
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         check_device(args.device)
     results: dict[str, list[Result]] = {backend.name: [] for backend in backends}
     sources = {name: sources_digest(name) for name in results}
-    runs = parity.run(backends, cases, args.device, args.seed)
+    runs = _runs(args, backends, cases)
     for backend, result in track(runs, "cases", total=len(cases) * len(backends)):
         results[backend.name].append(result)
     if args.record and sources != {name: sources_digest(name) for name in results}:
@@ -62,7 +64,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if held else 1
 
 
+def _runs(
+    args: argparse.Namespace, backends: Sequence[Backend], cases: Sequence[Case]
+) -> Iterator[tuple[Backend, Result]]:
+    if args.jobs == 1:
+        return parity.run(backends, cases, args.device, args.seed)
+    threads = max(1, torch.get_num_threads() // args.jobs)
+    asked = parity_jobs.Asked(args.interpreter, args.standin, args.device, args.seed, threads)
+    return parity_jobs.run(backends, cases, asked, args.jobs)
+
+
 def _check(args: argparse.Namespace) -> None:
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be 1 or more, got {args.jobs}")
     if args.record and (args.case is not None or args.seed != SEED):
         raise ValueError(f"--record is of all cases with seed {SEED}: leave out --case and --seed")
     if args.device is not None and args.backend is None:

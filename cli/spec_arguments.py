@@ -31,7 +31,11 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens of a page (default {DEFAULT_PAGE_SIZE} for NHD and HND)",
     )
     add("--dtype", default="bfloat16", choices=list(DTYPES), help="of q (default bfloat16)")
-    add("--kv-dtype", choices=list(DTYPES), help="of the cache (default: q's)")
+    add(
+        "--kv-dtype",
+        choices=list(DTYPES),
+        help="of the cache (default: q's); uint8: int4 codes, two a byte",
+    )
     add("--queries", type=int, default=1, metavar="S", help="queries per request (default 1)")
     add("--packed-queries", action="store_true", help="ragged queries, at most S per request")
     add("--non-causal", action="store_true", help="no causal mask among the S queries")

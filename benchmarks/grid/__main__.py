@@ -1,8 +1,9 @@
 """The grid: ``python -m benchmarks.grid --points anchors --seconds 480 --out DIR``.
 
 Points that this code has measured already, in DIR or in what is committed, are skipped; every point
-is written when it is done. ``--report`` only writes table, CSV and plots of what DIR holds, and
-``--merge FILE`` takes over another run's points first.
+is written when it is done, and one that fails costs no other. ``--report`` only writes table, CSV
+and plots of what DIR holds, and ``--merge FILE`` takes over another run's points first. The last
+lines are a summary of the points asked for, short enough for the end of a log.
 """
 
 import argparse
@@ -15,14 +16,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.grid import plots, report
-from benchmarks.grid.measure import EAGER, GRAPH, Settings, measure
+from benchmarks.grid.measure import EAGER, GRAPH, Settings, measure, release, words
 from benchmarks.grid.peers.known import peers
 from benchmarks.grid.points import SUBSETS, Point, chosen
-from benchmarks.grid.record import Record
 from benchmarks.grid.results import FOLDER, Results, code_digest
+from benchmarks.grid.warm import tasks, warm
 from splitkv.backends.registry import BACKENDS
 from splitkv.cli.bench_shapes import COLD_BYTES
 from splitkv.matrix.machine import this_machine
+
+_MOST_FAILURES = 3
+"""In a row: then the device answers no more, which an illegal access of any library can bring."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     results = _known(this_machine(device).device, args.out)
     results.merge(args.merge)
+    held = True
     if not args.report:
         settings = Settings(
             device,
@@ -43,11 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args.turns,
             cold_bytes=args.cold_bytes,
         )
-        _run(points, settings, results, args)
+        held = _run(points, settings, results, args)
     print(f"written: {results.save(args.out)}")
-    for path in _render(results, args.out):
+    for path in [] if args.bare else _render(results, args.out):
         print(f"written: {path}")
-    return 0
+    print(report.summary([results.records[p.id] for p in points if p.id in results.records]))
+    return 0 if held else 1
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -63,6 +69,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", help="(default: cuda where there is one, else cpu)")
     add("--cold-bytes", type=int, default=COLD_BYTES, help="K and V of all sets in rotation")
     add("--out", type=Path, default=FOLDER, help="folder (default: benchmarks/results)")
+    add(
+        "--jobs", type=int, default=8, help="processes that compile beforehand (default 8, 0: none)"
+    )
+    add("--bare", action="store_true", help="write JSON, and no table, CSV or plots")
     add("--again", action="store_true", help="measure also what is measured already")
     add("--report", action="store_true", help="measure nothing")
     add("--merge", type=Path, nargs="*", default=[], metavar="FILE", help="take over their points")
@@ -89,8 +99,9 @@ def _known(device: str, out: Path) -> Results:
 
 def _run(
     points: Sequence[Point], settings: Settings, results: Results, args: argparse.Namespace
-) -> None:
-    kind = settings.device.type
+) -> bool:
+    """Whether no point failed; a device that answers no more ends it."""
+    start, kind = time.monotonic(), settings.device.type
     digest = code_digest(next(b.name for b in BACKENDS if b.device_type == kind))
     asked = [peer.name for peer in settings.peers]
     for peer in settings.peers:
@@ -103,16 +114,33 @@ def _run(
     ]
     print(f"{len(left)} of {len(points)} points to measure, code {digest}", flush=True)
 
-    def done(record: Record) -> None:
+    if kind == "cuda" and args.jobs and left:
+        for line in warm(tasks(left, settings.peers), settings.device, args.jobs):
+            print(f"not compiled: {line}")
+        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+    failed, in_a_row = 0, 0
+
+    def work(point: Point) -> None:
+        nonlocal failed, in_a_row
+        release(settings.device)  # of what an earlier failure held
+        try:
+            record = measure(point, settings, digest)
+        except Exception as error:  # whatever one point raises, the others are measured
+            failed, in_a_row = failed + 1, in_a_row + 1
+            print(f"{point.id:24} failed: {words(error)}", flush=True)
+            if in_a_row == _MOST_FAILURES:
+                raise SystemExit(f"{in_a_row} points in a row failed: try a new process") from error
+            return
+        in_a_row = 0
         results.add(record)
         results.save(args.out)
         print(report.line(record), flush=True)
 
-    unmeasured = within(
-        left, args.seconds, lambda point: done(measure(point, settings, digest)), time.monotonic
-    )
+    seconds = args.seconds - (time.monotonic() - start)
+    unmeasured = within(left, seconds, work, time.monotonic)
     if unmeasured:
         print(f"out of time: {len(unmeasured)} points left, from {unmeasured[0].id} on")
+    return not failed
 
 
 def within(

@@ -106,7 +106,7 @@ def measure(point: Point, settings: Settings, digest: str) -> Record:
         tuple(absent),
     )
     del entries, views
-    _release(settings.device)
+    release(settings.device)
     return record
 
 
@@ -158,7 +158,7 @@ def _peer(peer: Peer, step: Step, wanted: Tensor) -> Entry | str:
         answer = _answer(candidate)
         synchronize(step.device)
     except Exception as error:  # noqa: BLE001 - a stranger's code raises what it likes; its words are recorded
-        return f"failed: {_words(error)}"
+        return f"failed: {words(error)}"
     held = None if before is None else (_allocated(step.device) or 0) - before
     wrong = relative_error(answer, wanted) if answer is not None else float("inf")
     if wrong > MOST_ERROR:
@@ -185,7 +185,7 @@ def _time(
         except Exception as error:  # as above; and not every library can be captured
             if entry.way in (OURS, AGAIN, SPLITS):
                 raise
-            absent.append(Absent(entry.layout, entry.way, f"{mode}: {_words(error)}"))
+            absent.append(Absent(entry.layout, entry.way, f"{mode}: {words(error)}"))
             continue
         taking_part[key] = entry
     timings = take_turns(readied, settings.turns)
@@ -211,7 +211,7 @@ def _row(mode: str, entry: Entry, timing: Timing, kv_bytes: int, ceiling: float)
     )
 
 
-def _words(error: Exception) -> str:
+def words(error: BaseException) -> str:
     """Type and first line."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
@@ -242,7 +242,8 @@ def _temporary(candidate: Candidate, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
+    """Give back what is not in use: a step asks how much is free before it takes any."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

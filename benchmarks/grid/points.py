@@ -101,10 +101,21 @@ def _spread(candidates: list[Point], count: int) -> list[Point]:
     return [candidates[index * len(candidates) // count] for index in range(count)]
 
 
+def _most_telling_first(points: list[Point]) -> list[Point]:
+    """Each case for all heads before the next case, so that a run cut short has seen every head;
+    small and ragged ones first, where libraries differ most.
+    """
+    cases = [point.case for point in points]
+    first = ("1x1024", "rag-b", "1x8192", "rag-a", "64x8192", "8x8192", "1x131072")
+    order = dict.fromkeys((*first, *cases))
+    place = {case: index for index, case in enumerate(order)}
+    return sorted(points, key=lambda point: place[point.case])
+
+
 SUBSETS: dict[str, list[Point]] = {
-    "anchors": ANCHORS,
-    "claims": ANCHORS,
-    "grid": GRID,
+    "anchors": _most_telling_first(ANCHORS),
+    "claims": _most_telling_first(ANCHORS),
+    "grid": _most_telling_first(GRID),
     "all": list(_every().values()),
     "choice": _spread([p for p in GRID if p.shape.kv_bytes <= _CHOICE_BYTES], _CHOICE_POINTS),
     "tiny": TINY,

@@ -13,7 +13,10 @@ from splitkv.cli.bench import reading as torch_sums
 from splitkv.cli.bench_shapes import Step
 from splitkv.cli.bench_timing import Candidate, Timer, take_turns
 
-_WAYS = ((1024, 2, 4), (2048, 1, 4), (2048, 2, 4), (4096, 1, 8), (8192, 1, 8), (8192, 2, 8))
+_WAYS = (
+    *((512, 1, 2), (1024, 1, 4), (1024, 2, 4), (1024, 4, 4), (2048, 1, 4), (2048, 2, 4)),
+    *((2048, 4, 4), (4096, 1, 8), (4096, 2, 8), (8192, 1, 8), (8192, 2, 8), (16384, 1, 16)),
+)
 """Elements of a block, blocks of a program, warps."""
 
 

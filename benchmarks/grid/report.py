@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -127,6 +127,33 @@ def _absences(records: list[Record]) -> Iterator[str]:
         yield ""
     for (way, reason), count in sorted(why.items()):
         yield f"* {way}, {count} times: {reason}"
+
+
+def summary(records: Sequence[Record], most: int = 10_000) -> str:
+    """A line for each point and layout, and what became of the claims, in ``most`` signs.
+
+    Peers are named by the last word of their name, fastest first; the last number is our time over
+    the fastest one's.
+    """
+    lines = ["point layout us of-reading | peers' us | ours/fastest"]
+    for record in records:
+        mode = GRAPH if GRAPH in record.modes else record.modes[0]
+        for layout in record.plans:
+            row, found = record.row(mode, layout, OURS), record.peers(mode, layout)
+            mine = "-" if row is None else f"{row.us:.4g} {row.share:.0%}"
+            others = " ".join(f"{peer.way.split()[-1]} {peer.us:.4g}" for peer in found)
+            ratio = f"{row.us / found[0].us:.3f}" if row is not None and found else "-"
+            lines.append(f"{record.id} {layout} {mine} | {others} | {ratio}")
+    ends = list(_claims({record.id: record for record in records}))
+    room = most - sum(len(line) + 1 for line in ends)
+    kept: list[str] = []
+    for index, line in enumerate(lines):
+        room -= len(line) + 1
+        if room < 60:  # of the line that says so
+            kept.append(f"and {len(lines) - index} lines more, which --report writes to a table")
+            break
+        kept.append(line)
+    return "\n".join(kept + ends)
 
 
 def line(record: Record) -> str:

@@ -17,7 +17,9 @@ from splitkv.matrix.evidence import canonical, sources_digest
 FOLDER = Path(__file__).parent.parent / "results"
 """What is committed."""
 _HERE = Path(__file__).parent
-_REPORTING = {"__main__.py", "claims.py", "earlier.py", "plots.py", "report.py", "results.py"}
+_REPORTING = {
+    *("__main__.py", "claims.py", "earlier.py", "plots.py", "report.py", "results.py", "warm.py"),
+}
 """Files of this folder that no figure depends on."""
 
 
@@ -71,9 +73,9 @@ class Results:
             self.records |= other.records
 
 
-def file_name(device: str) -> str:
-    """``grid@nvidia-h200.json``."""
-    return f"grid@{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+def file_name(device: str, kind: str = "grid") -> str:
+    """``grid_nvidia-h200.json``: of signs that no file transfer minds."""
+    return f"{kind}_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def load(path: Path) -> Results:
