@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ class _Process:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._started: tuple[SpawnProcess, Connection] | None = None
+        self._started: tuple[SpawnProcess, Any] | None = None  # a process and our end of its pipe
 
     def result(self, case: Case, backend: str) -> tuple[Result, "_Process"]:
         """What became of the case, and the process to put the next one to."""
@@ -83,7 +84,7 @@ class _Process:
             why = f"the process that ran it ended with exit code {process.exitcode}"
             return Result(case.id, Outcome.FAILED, why=(why,)), _Process(self._asked)
 
-    def _start(self) -> "tuple[SpawnProcess, Connection]":
+    def _start(self) -> tuple[SpawnProcess, Any]:
         context = get_context("spawn")  # a forked child cannot use its parent's device
         pipe, its_end = context.Pipe()
         with its_end:  # then the child's alone, so that its death is an end of file here
