@@ -175,13 +175,12 @@ def _check_groups(name: str, scale: Scale, part: Tensor, cache: Cache) -> None:
 
 
 def scale_tensor(scale: Scale | None, device: torch.device) -> Tensor | None:
-    """As ``decode`` takes it: on ``device``, a number as [1]; groups of int4 codes, which are many,
-    in the float dtype that they have, all else in float32.
+    """As ``decode`` takes it: on ``device``, a number as [1]; scales for tokens, which are many, in
+    the float dtype that they have, all else in float32.
     """
     if scale is None:
         return None
-    many = isinstance(scale, Tensor) and scale.ndim > 2
-    if isinstance(scale, Tensor) and many and scale.is_floating_point():
+    if isinstance(scale, Tensor) and scale.ndim > 2 and scale.is_floating_point():
         return scale.to(device)
     tensor = torch.as_tensor(scale, dtype=torch.float32, device=device)
     return tensor.reshape(1) if tensor.numel() == 1 and tensor.ndim < 3 else tensor

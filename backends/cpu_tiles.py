@@ -184,8 +184,7 @@ class Tiles:
     def _locate_lone(
         self, table: IntArray, strands: Strands, start: int, tokens: int, pieces: int
     ) -> Places | None:
-        """Whole blocks of one strand from ``start`` on; None where they do not fit. A third of the
-        time that the general way takes."""
+        """Whole blocks of one strand from ``start`` on; None where they do not fit."""
         page, step, end = self.key.shape[1], self._step(tokens), start + pieces * tokens
         if step == 1 or start % step or tokens % step or end > strands.end[0]:
             return None

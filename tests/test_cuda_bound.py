@@ -1,11 +1,6 @@
 """What a plan keeps of a call's launches: later calls start just what they would have alone."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,24 +17,14 @@ from splitkv.kernels_cuda.attention import attend
 from splitkv.kernels_cuda.plan import bind
 from splitkv.kernels_cuda.states import Destination
 from tests.bound_calls import asked
+from tests.outside_the_interpreter import printed_by
 
-ROOT = Path(__file__).resolve().parent.parent
 GPU = torch.device("cuda", 1)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bound_calls"],
-        cwd=ROOT,
-        env=compiled,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return printed_by("tests.bound_calls")
 
 
 def test_a_call_starts_what_it_would_alone_whatever_came_before(found: dict[str, Any]) -> None:

@@ -1,11 +1,6 @@
 """Decodes that a plan repeats start and return what they would alone, and checks still refuse."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,23 +12,12 @@ from splitkv.common.profile import H200
 from splitkv.kernels_cuda import bound
 from splitkv.kernels_cuda.plan import bind
 from tests.bound_calls import Asked, asked
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.outside_the_interpreter import printed_by
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.repeated_calls"],
-        cwd=ROOT,
-        env=compiled,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return printed_by("tests.repeated_calls")
 
 
 def test_a_repeated_decode_starts_and_returns_what_it_would_alone(found: dict[str, Any]) -> None:

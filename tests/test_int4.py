@@ -17,6 +17,7 @@ from histories import (
     random_history,
     random_queries,
 )
+from operator_calls import assert_operator_agrees
 from splitkv import (
     DecodeSpec,
     DenseCache,
@@ -28,7 +29,6 @@ from splitkv import (
     decode,
     decode_attention,
 )
-from splitkv.backends import torch_ops
 from splitkv.backends.cascade.decode import cascade_decode, plan_cascade
 from splitkv.common.quantised import group_sizes, pack_int4, quantise_int4, unpack_int4
 
@@ -321,18 +321,7 @@ def test_append_takes_packed_codes_only() -> None:
 
 def test_the_operator_says_the_shape_of_values() -> None:
     call, _ = quantised("HND")
-    q = random_queries(len(LENGTHS), G * K, D)
-    wanted = decode_attention(q, **call)
-    got, _ = torch_ops.decode_attention(q, **call)
-    assert isinstance(wanted, Tensor)
-    assert torch.equal(got, wanted)
-    k, v = call.pop("k"), call.pop("v")
-    torch.library.opcheck(
-        torch.ops.splitkv.decode_attention.default,
-        (q, k, v),
-        call,
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    assert_operator_agrees(random_queries(len(LENGTHS), G * K, D), call)
 
 
 def test_shared_pages_keep_their_groups() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from histories import STATED_TOLERANCE, random_queries
+from operator_calls import assert_operator_agrees
 from splitkv import (
     DecodeSpec,
     DenseCache,
@@ -18,7 +19,6 @@ from splitkv import (
     decode_attention,
     select,
 )
-from splitkv.backends import torch_ops
 from splitkv.backends.cascade.decode import cascade_decode, plan_cascade
 from splitkv.backends.cpu_tiles import SCRATCH
 from splitkv.common.quantised import scale_shapes
@@ -275,18 +275,7 @@ def test_a_plan_does_not_vouch_for_a_call_without_its_zero_points() -> None:
 
 @pytest.mark.parametrize("kind", [ScaleKind.TOKEN, ScaleKind.CHANNEL])
 def test_the_operator_takes_them(kind: ScaleKind) -> None:
-    call, q = case("HND", kind), random_queries(B, G * K, D)
-    wanted = decode_attention(q, **call)
-    got, _ = torch_ops.decode_attention(q, **call)
-    assert isinstance(wanted, Tensor)
-    assert torch.equal(got, wanted)
-    k, v = call.pop("k"), call.pop("v")
-    torch.library.opcheck(
-        torch.ops.splitkv.decode_attention.default,
-        (q, k, v),
-        call,
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    assert_operator_agrees(random_queries(B, G * K, D), case("HND", kind))
 
 
 def test_scratch_grows_by_the_scales_of_a_tile_alone() -> None:
