@@ -242,7 +242,8 @@ def _launch(
     block = min(padded_dim, 32) if few_rows else padded_dim
     chunks = -(-head_dim_v // block)
     cells = rows_of_request * chunks
-    cells_each, num_warps = 1, 1  # of states at hand: so that many rows are on their way
+    # states at hand: the fewer warps a row takes, the more rows are on their way
+    cells_each, num_warps = 1, 1 if block <= 128 else 2  # one would spill 256 columns
     if arguments["slots"] is not None:
         cells_each = min(max(requests * cells // _PROGRAMS, 1), cells)
         num_warps = 4 if few_rows else 2
