@@ -59,12 +59,6 @@ class CudaBackend(Backend, Repeats):
                 "the kernels multiply queries and keys of one dtype",
                 "convert q to the cache's dtype",
             ),
-            Feature.KV_INT4: No(
-                Why.NOT_YET,
-                "the compiled kernel answered wrongly on an H200 (2026-11-30), as it does not in "
-                "Triton's interpreter",
-                "use a cache of int8 or float8",
-            ),
         },
     )
 
@@ -198,15 +192,10 @@ class InterpretedCudaBackend(CudaBackend):
     """The same kernels on CPU tensors in Triton's interpreter.
 
     A run of it is evidence for the kernels' arithmetic, not for any device.
-    Not in the registry: nobody gets it without naming it. It plans as for an H200, and takes int4
-    caches, whose kernel is right here.
+    Not in the registry: nobody gets it without naming it. It plans as for an H200.
     """
 
     device_type = "cpu"
-    support = replace(
-        CudaBackend.support,
-        features={**CudaBackend.support.features, Feature.KV_INT4: None},
-    )
 
     @property
     def evidence(self) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import splitkv
+from benchmarks.parts import facts_of
 from splitkv.backends.cascade.decode import cascade_decode, plan_cascade
 from splitkv.cli.bench_timing import Candidate, HostTimer, kernel_timer, take_turns
 from splitkv.cli.output import print_table
@@ -55,7 +56,8 @@ def main() -> int:
     title = f"{args.device}, {dtype}, {torch.get_num_threads()} threads: milliseconds per call"
     print_table(tuple(rows[0]), [tuple(row.values()) for row in rows], title=title)
     if args.json:
-        args.json.write_text(json.dumps({"title": title, "rows": rows}, indent=1) + "\n")
+        facts = facts_of(torch.device(args.device), args.turns)
+        args.json.write_text(json.dumps({"title": title, **facts, "rows": rows}, indent=1) + "\n")
     return 0
 
 
@@ -92,11 +94,11 @@ def _measure(
         "prefix": point.prefix,
         "requests": point.requests,
         "suffix": point.suffix,
-        **{name: f"{times[name].median * 1e3:.3f}" for name in ready},
-        "times": f"{ratio:.2f}",
-        "reads": f"{cascade.flat_kv_bytes / cascade.kv_bytes:.1f}",
+        **{name: round(times[name].median * 1e3, 3) for name in ready},
+        "times": round(ratio, 2),
+        "reads": round(cascade.flat_kv_bytes / cascade.kv_bytes, 1),
         "planner": "shares" if chosen.groups else "flat",
-        "planning": f"{planning * 1e3:.3f}",
+        "planning": round(planning * 1e3, 3),
     }
 
 

@@ -78,8 +78,11 @@ def run_parts(
     return 1 if failed else 0
 
 
-def turns_of(where: Where, ways: dict[str, Candidate], kv_bytes: int) -> dict[str, Timing]:
-    timer, count = kernel_timer(where.device), where.count(kv_bytes)
+def turns_of(
+    where: Where, ways: dict[str, Candidate], kv_bytes: int, at_least: int = 1
+) -> dict[str, Timing]:
+    """at_least: calls per turn, if bytes ask for fewer."""
+    timer, count = kernel_timer(where.device), max(where.count(kv_bytes), at_least)
     return take_turns({name: timer.ready(way, count) for name, way in ways.items()}, where.turns)
 
 
@@ -91,25 +94,30 @@ def micro(seconds: float) -> float:
     return float(f"{seconds * 1e6:.5g}")
 
 
+def facts_of(device: torch.device, turns: int) -> dict[str, object]:
+    """When and where figures were taken, of which code."""
+    machine = this_machine(device)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": machine.device,
+        "driver": machine.driver,
+        "versions": machine.versions,
+        "digest": code_digest(backend_of(device).name),
+        "turns": turns,
+    }
+
+
 def _headlines(found: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in found.items() if not isinstance(value, list | dict)}
 
 
 def _save(kind: str, name: str, found: Mapping[str, object], where: Where, folder: Path) -> None:
-    machine = this_machine(where.device)
-    file = file_name(machine.device, kind)
+    facts = facts_of(where.device, where.turns)
+    file = file_name(str(facts["device"]), kind)
     known: dict[str, object] = {}
     for path in dict.fromkeys((FOLDER / file, folder / file)):
         if path.is_file():
             known |= json.loads(path.read_text(encoding="utf-8"))
-    facts = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": machine.device,
-        "driver": machine.driver,
-        "versions": machine.versions,
-        "digest": code_digest(backend_of(where.device).name),
-        "turns": where.turns,
-    }
     known[name] = {**facts, **found}
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f"{json.dumps(part)}: {json.dumps(value)}" for part, value in known.items()]

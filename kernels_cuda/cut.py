@@ -21,7 +21,7 @@ from splitkv.common.plan import SplitMode, SplitPlan, plan_splits
 from splitkv.common.profile import DeviceProfile
 from splitkv.kernels_cuda.granules import automatic_size, chunked_end, cuts_of, visible_granules
 from splitkv.kernels_cuda.launch import Launch
-from splitkv.kernels_cuda.plan import ITEM_FIELDS, DevicePlan, bound_key
+from splitkv.kernels_cuda.plan import DevicePlan, bound_key, table_size
 from splitkv.kernels_cuda.primitives import device_function, loop_bound
 
 _CHUNKS = ((64, 1), (256, 4), (1024, 8))
@@ -46,12 +46,13 @@ _MOST_SPLITS_PER_WORKER = 16
         "workers",
         "cores",
     ],
-    do_not_specialize_on_alignment=["seq_lens", "items", "slots"],
+    do_not_specialize_on_alignment=["seq_lens", "items", "slots", "merged"],
 )
 def cut_kernel(
     seq_lens,  # [B]
     items,  # int32 [5, capacity]
     slots,  # int32 [B + 1], first workspace slot of each request
+    merged,  # int32 [1 + B]: how many requests have several states, then which
     batch,
     capacity,
     queries,
@@ -108,6 +109,8 @@ def cut_kernel(
     first_item = tl.zeros([], tl.int32)
     first_slot = tl.zeros([], tl.int32)
     all_items = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int32)
+    all_merged = tl.zeros([], tl.int32)
     for chunk in tl.range(0, chunked_end(batch, ONCE, CHUNK), CHUNK):
         request = chunk + tl.arange(0, CHUNK)
         _, their_anchor_end, _, _, their_granules = visible_granules(
@@ -126,12 +129,17 @@ def cut_kernel(
         taken = tl.where(request < batch, tl.maximum(their_states, 1), 0)
         all_items += tl.sum(taken, 0)
         first_item += tl.sum(tl.where(request < own, taken, 0), 0)
-        merged = (request < own) & (their_states > 1)
-        first_slot += tl.sum(tl.where(merged, their_states, 0), 0)
+        several = (request < batch) & (their_states > 1)
+        earlier = several & (request < own)
+        first_slot += tl.sum(tl.where(earlier, their_states, 0), 0)
+        before += tl.sum(earlier.to(tl.int32), 0)
+        all_merged += tl.sum(several.to(tl.int32), 0)
     shared = states > 1
     if own == 0:
         tl.store(slots, 0)
+        tl.store(merged, all_merged)
     tl.store(slots + own + 1, first_slot + tl.where(shared, states, 0))
+    tl.store(merged + 1 + before, own, mask=shared)
 
     for chunk in tl.range(0, loop_bound(tl.maximum(states, 1)), BLOCK):
         index = chunk + tl.arange(0, BLOCK)
@@ -195,17 +203,19 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
     """What is launched to cut the call's lengths as ``plan`` says, and what these launches fill."""
     spec, batch, device = call.spec, call.batch, call.q.device
     capacity = most_splits(call, plan)
-    buffer = torch.empty(ITEM_FIELDS * capacity + batch + 1, dtype=torch.int32, device=device)
+    buffer = torch.empty(table_size(capacity, batch), dtype=torch.int32, device=device)
     on_device = DevicePlan.over(
         buffer,
         batch,
         num_items=capacity,
         num_slots=capacity,
+        num_merged=batch,
         max_slots=capacity,
         most_states=capacity,
     )
     if batch == 0:
         on_device.slots.zero_()
+        on_device.merged.zero_()
         return [], on_device
     requested = plan.requested or 0
     if plan.mode is SplitMode.SPLIT_SIZE:
@@ -216,6 +226,7 @@ def cut_launches(call: DecodeCall, plan: SplitPlan) -> tuple[list[Launch], Devic
         "seq_lens": call.cache.seq_lens.contiguous(),
         "items": on_device.items,
         "slots": on_device.slots,
+        "merged": on_device.merged,
         "batch": batch,
         "capacity": capacity,
         "queries": spec.num_queries,

@@ -36,11 +36,10 @@ _AROUND_MIDDLE = tl.constexpr(_TO_FLOAT16.format(bias="0x64086408"))
 """Less 1032: the code less ``INT4_MIDDLE``."""
 
 
-# Wrong where compiled (seen on an H200 with triton 3.6), which is why the backend refuses int4. The
-# likely cause: triton sees bytes and a join behind an operand of a product, and lays the operand
-# out for 8 neighbours of the summed axis in each of 4 lanes (kWidth 8 in its IR). Where that axis
-# has fewer than 32 elements, as groups of 16 and parts of 16 tokens have, some are counted twice.
-# Not yet tried: assembly that is not pure, behind which triton does not look, or no join.
+# Not pure, so that triton does not look behind it. It would see bytes and a join behind an operand
+# of a product and lay that out for 8 neighbours of the summed axis in each of 4 lanes (kWidth 8 in
+# its IR); an axis of fewer than 32 elements, as groups of 16 and parts of 16 tokens have, was then
+# summed twice (triton 3.6 on an H200).
 @device_function
 def _halves(packed, ASSEMBLY):
     return tl.inline_asm_elementwise(
@@ -48,7 +47,7 @@ def _halves(packed, ASSEMBLY):
         "=r,=r,=r,=r,r",
         [packed],
         dtype=(tl.float16, tl.float16),
-        is_pure=True,
+        is_pure=False,
         pack=4,
     )
 

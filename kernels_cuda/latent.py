@@ -29,6 +29,7 @@ from splitkv.kernels_cuda.primitives import (
     narrow,
     normalise,
     online_softmax,
+    score_dot,
     span,
     table_entries,
     token_offsets,
@@ -228,7 +229,7 @@ def latent_kernel(
 
             offsets = token_offsets(page, at, first, first_token, k_strides, PAGE_SIZE, WIDE_ROWS)
             keys = load_rows(k_row, offsets, d, seen, HEAD, phase == 1)
-            products = dot(q_head, tl.trans(keys))
+            products = score_dot(q_head, tl.trans(keys))
             if D > HEAD:
                 k_rest = load_rows(k_row_rest, offsets, rest, seen, D - HEAD, phase == 1)
                 products = dot(q_rest, tl.trans(k_rest), products)

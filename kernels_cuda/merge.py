@@ -27,11 +27,30 @@ from splitkv.kernels_cuda.tiles import power_of_two
 
 _MANY = 32
 """More states than that are merged in larger blocks: each block waits for the one before it."""
-_FEW_ROWS = 16
-"""Of a request: a row is cut in chunks then, since many states would take one program too long."""
-_PROGRAMS = 512
-"""Of a merge: above that many, programs merge several chunks each. Where nothing was split, each
-program costs what it takes to start."""
+_FEW_ROWS = 128
+"""In all: a row is cut in chunks then, so that more multiprocessors read."""
+_CHUNK = 32
+_MOST_PROGRAMS = 2048
+"""Of a merge, which share out what there is."""
+_MOST_HALVINGS = tl.constexpr(12)
+"""Of a block of states: 4096 of them at most."""
+
+
+@device_function
+def in_order(x):
+    """The sum over the first dimension of [N] ([1]) or [N, D] ([D]), N a power of two, neighbours
+    first.
+
+    ``tl.sum`` adds in an order that follows from the tile and its warps; this one is the same for
+    any, so that those can be chosen by what else a merge has to do.
+    """
+    terms = tl.expand_dims(x, 0) if len(x.shape) == 1 else tl.trans(x)
+    for _halving in tl.static_range(_MOST_HALVINGS):
+        if terms.shape[1] > 1:
+            pairs = tl.reshape(terms, (terms.shape[0], terms.shape[1] // 2, 2))
+            even, odd = tl.split(pairs)
+            terms = even + odd
+    return tl.sum(terms, 1)
 
 
 @device_function
@@ -78,8 +97,8 @@ def merge_states(
         seen = state_lse != float("-inf")
         summed = summed * decay + tl.where(seen[:, None], values * weight[:, None], minus_zero)
     base = finite_or_zero_top(best)
-    total = tl.sum(totals, 0)
-    merged = tl.sum(summed, 0)
+    total = tl.sum(in_order(totals), 0)
+    merged = in_order(summed)
 
     nothing = total == 0.0
     divisor = tl.where(nothing, 1.0, total)
@@ -88,15 +107,31 @@ def merge_states(
     return top, lse, out
 
 
+@device_function
+def states_of(requests, slots, states, index, there):
+    """``(request, first, last)``: of the requests to be merged the one of this index, and where its
+    states lie; loaded before they are needed.
+    """
+    request = tl.zeros([], tl.int64)
+    first = tl.zeros([], tl.int32)
+    last = states
+    if requests is not None:
+        request = tl.load(requests + 1 + index, mask=there, other=0).to(tl.int64)
+        first = tl.load(slots + request)
+        last = tl.load(slots + request + 1)
+    return request, first, last
+
+
 @triton.jit(
-    do_not_specialize=["states", "queries", "heads", "cells_each"],
-    do_not_specialize_on_alignment=["slots", "cu_seqlens_q", "sinks"],
+    do_not_specialize=["states", "queries", "heads"],
+    do_not_specialize_on_alignment=["slots", "requests", "cu_seqlens_q", "sinks"],
 )
 def merge_kernel(
     part_out,  # [slots, rows, Dv] of S * H rows
     part_lse,  # [slots, rows]
     part_top,
     slots,  # None (states 0 to ``states`` belong to all rows), or [B + 1]
+    requests,  # None, or int32 [1 + B]: how many have several states, then which
     cu_seqlens_q,  # None, or [B + 1]
     sinks,  # None, or [H]
     out,  # [B, S, H, Dv] or [tokens, H, Dv]
@@ -108,7 +143,6 @@ def merge_kernel(
     states,
     queries,
     heads,
-    cells_each,  # chunks of rows that one program merges, one after another
     DV: tl.constexpr,
     CHUNKS: tl.constexpr,  # of a row
     MANY: tl.constexpr,  # states from which on blocks are larger; 0: no row has so many
@@ -117,27 +151,20 @@ def merge_kernel(
     BLOCK_DV: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    program = tl.program_id(0)
     rows = queries * heads
-    programs = tl.cdiv(rows * CHUNKS, cells_each)  # of a request
-    request = (program // programs).to(tl.int64)
-    first_cell = program % programs * cells_each
-    last_cell = tl.minimum(first_cell + cells_each, rows * CHUNKS)
-    first = tl.zeros([], tl.int32)
-    last = states
-    if slots is not None:
-        first = tl.load(slots + request)
-        last = tl.load(slots + request + 1)
+    cells = rows * CHUNKS  # of a request
+    end = cells if requests is None else tl.load(requests) * cells
+    programs = tl.num_programs(0)
+    begin = tl.program_id(0)
+    request, first, last = states_of(requests, slots, states, begin // cells, begin < end)
     wait_for_splits(EARLY)
-    if first == last:  # the split kernel has finished this request
-        return
-    first_query = tl.zeros([], tl.int64)
-    end_query = first_query + queries
-    if cu_seqlens_q is not None:
-        first_query = tl.load(cu_seqlens_q + request).to(tl.int64)
-        end_query = tl.load(cu_seqlens_q + request + 1).to(tl.int64)
-
-    for cell in tl.range(loop_bound(first_cell), loop_bound(last_cell)):
+    for each in tl.range(loop_bound(begin), loop_bound(end), loop_bound(programs)):
+        first_query = tl.zeros([], tl.int64)
+        end_query = first_query + queries
+        if cu_seqlens_q is not None:
+            first_query = tl.load(cu_seqlens_q + request).to(tl.int64)
+            end_query = tl.load(cu_seqlens_q + request + 1).to(tl.int64)
+        cell = each % cells
         row = cell // CHUNKS
         chunk = cell % CHUNKS
         head = (row % heads).to(tl.int64)
@@ -164,8 +191,10 @@ def merge_kernel(
         lse_at = lse + request * lse_strides[0] + query * lse_strides[1] + head * lse_strides[2]
         tl.store(lse_at, merged_lse, mask=once)
         out_row = out + request * out_strides[0] + query * out_strides[1] + head * out_strides[2]
-        cells = out_row + dv * out_strides[3]
-        tl.store(cells, narrow(merged, out.dtype.element_ty), mask=asked & (dv < DV))
+        answer = narrow(merged, out.dtype.element_ty)
+        tl.store(out_row + dv * out_strides[3], answer, mask=asked & (dv < DV))
+        after = each + programs
+        request, first, last = states_of(requests, slots, states, after // cells, after < end)
 
 
 def merge_launch(
@@ -180,11 +209,10 @@ def merge_launch(
     return _launch(
         workspace,
         destination,
-        requests=plan.batch,
-        rows_of_request=spec.num_queries * spec.num_q_heads,
-        few_rows=spec.num_queries * spec.num_q_heads <= _FEW_ROWS,
+        rows=plan.num_merged * spec.num_queries * spec.num_q_heads,
         most_states=plan.most_states,
         slots=plan.slots,
+        requests=plan.merged,
         cu_seqlens_q=device_offsets(call),
         sinks=sinks,
         states=0,
@@ -212,11 +240,10 @@ def merge_stacked(states: PartialState) -> PartialState:
     launch = _launch(
         parts,
         flat,
-        requests=1,
-        rows_of_request=rows,
-        few_rows=False,
+        rows=rows,
         most_states=states.lse.shape[0],
         slots=None,
+        requests=None,
         cu_seqlens_q=None,
         sinks=None,
         states=states.lse.shape[0],
@@ -231,25 +258,23 @@ def _launch(
     parts: Workspace,
     destination: Destination,
     *,
-    requests: int,
-    rows_of_request: int,
-    few_rows: bool,
+    rows: int,
     most_states: int,
+    requests: Tensor | None,
     **arguments: object,
 ) -> Launch:
+    """rows: how many are to be merged, as far as the host knows."""
     head_dim_v = parts.out.shape[-1]
     padded_dim = power_of_two(head_dim_v)
-    block = min(padded_dim, 32) if few_rows else padded_dim
+    block = min(padded_dim, _CHUNK) if requests is not None and rows <= _FEW_ROWS else padded_dim
     chunks = -(-head_dim_v // block)
-    cells = rows_of_request * chunks
-    # states at hand: the fewer warps a row takes, the more rows are on their way
-    cells_each, num_warps = 1, 1 if block <= 128 else 2  # one would spill 256 columns
-    if arguments["slots"] is not None:
-        cells_each = min(max(requests * cells // _PROGRAMS, 1), cells)
-        num_warps = 4 if few_rows else 2
+    most = 4096 // padded_dim  # states of one block, whose number shows in the last bits
+    programs = rows * chunks
+    if requests is not None:
+        programs = min(programs, _MOST_PROGRAMS)
     return Launch(
         merge_kernel,
-        requests * -(-cells // cells_each),
+        programs,
         {
             "part_out": parts.out,
             "part_lse": parts.lse,
@@ -260,15 +285,16 @@ def _launch(
             "out_strides": query_strides(destination.out, 4),
             "lse_strides": query_strides(destination.lse, 3),
             "top_strides": None if destination.top is None else query_strides(destination.top, 3),
-            "cells_each": cells_each,
             "DV": head_dim_v,
             "CHUNKS": chunks,
             "MANY": _MANY if most_states > _MANY else 0,
-            "BLOCK_STATES": max(min(16, 4096 // block), 1),
-            "BLOCK_MANY": max(4096 // block, 1),
+            "BLOCK_STATES": max(min(16, most, power_of_two(most_states)), 1),
+            "BLOCK_MANY": max(most, 1),
             "BLOCK_DV": block,
             "EARLY": early(parts.out.device),
+            "requests": requests,
             **arguments,
         },
-        {"num_warps": num_warps, "launch_pdl": early(parts.out.device)},
+        # after a split kernel the time of a row counts, of states at hand the number on their way
+        {"num_warps": 2 if requests is None else 4, "launch_pdl": early(parts.out.device)},
     )

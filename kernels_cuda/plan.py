@@ -17,19 +17,23 @@ ITEM_FIELDS = 5
 @dataclass(frozen=True, slots=True, eq=False)
 class DevicePlan:
     """items: int32 [5, capacity], one column per split, longest first. slots: int32 [B + 1].
+    merged: int32 [1 + B], how many requests have partial states, then which.
 
     An item holds request, start, end, whether it opens the request's window, and the workspace slot
     of its partial state: -1 where the request has no other item, whose result is then final. Every
     request has an item, if an empty one, so that every row of the output is written. Columns past
     the last item hold request -1. Partial states of request b lie in slots[b] to slots[b + 1].
-    num_items, num_slots: how many there are, or an upper bound where the cuts were made on the
-    device; max_slots: how many slots there can be after a refresh; most_states: of one request.
+    num_items, num_slots, num_merged: how many there are (items, slots, requests to be merged), or
+    an upper bound where the cuts were made on the device; max_slots: how many slots there can be
+    after a refresh; most_states: of one request.
     """
 
     items: Tensor
     slots: Tensor
+    merged: Tensor
     num_items: int
     num_slots: int
+    num_merged: int
     max_slots: int
     most_states: int
 
@@ -49,24 +53,46 @@ class DevicePlan:
         *,
         num_items: int,
         num_slots: int,
+        num_merged: int,
         max_slots: int,
         most_states: int,
     ) -> "DevicePlan":
-        """Views of ``buffer``, int32 [5 * capacity + B + 1]."""
-        capacity = (len(buffer) - batch - 1) // ITEM_FIELDS
-        items, slots = buffer.split([ITEM_FIELDS * capacity, batch + 1])
+        """Views of ``buffer``, int32 [``table_size``]."""
+        capacity = (len(buffer) - table_size(0, batch)) // ITEM_FIELDS
+        items, slots, merged = buffer.split([ITEM_FIELDS * capacity, batch + 1, batch + 1])
         return cls(
-            items.view(ITEM_FIELDS, capacity), slots, num_items, num_slots, max_slots, most_states
+            items.view(ITEM_FIELDS, capacity),
+            slots,
+            merged,
+            num_items,
+            num_slots,
+            num_merged,
+            max_slots,
+            most_states,
         )
 
     def refreshable(self) -> "DevicePlan":
-        """The same memory, to be launched over all that a refreshed plan may come to hold."""
+        """The same memory, to be launched over all that a refreshed plan may come to hold.
+
+        Any number of programs merges all: there are as many as now do it well, and enough for a
+        few requests, since where nothing is merged each costs what it takes to start.
+        """
         return replace(
             self,
             num_items=self.capacity,
             num_slots=self.max_slots,
+            num_merged=max(self.num_merged, min(self.batch, _MERGED_AT_LEAST)),
             most_states=self.max_slots,
         )
+
+
+_MERGED_AT_LEAST = 8
+"""Requests that a captured merge has programs for."""
+
+
+def table_size(capacity: int, batch: int) -> int:
+    """Numbers in the memory of a plan."""
+    return ITEM_FIELDS * capacity + 2 * (batch + 1)
 
 
 _buffers: WeakKeyDictionary[SplitPlan, dict[torch.device, Tensor]] = WeakKeyDictionary()
@@ -133,9 +159,9 @@ def device_offsets(call: DecodeCall) -> Tensor | None:
 
 
 def _upload(plan: SplitPlan, device: torch.device) -> DevicePlan:
-    size = ITEM_FIELDS * (len(plan.request) + plan.batch) + plan.batch + 1
+    size = table_size(len(plan.request) + plan.batch, plan.batch)
     flat = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-    num_items, num_slots = _write_tables(plan, flat.numpy())
+    num_items, num_slots, num_merged = _write_tables(plan, flat.numpy())
     buffers = _buffers.setdefault(plan, {})
     if device not in buffers:
         buffers[device] = torch.empty(size, dtype=torch.int32, device=device)
@@ -148,18 +174,23 @@ def _upload(plan: SplitPlan, device: torch.device) -> DevicePlan:
         plan.batch,
         num_items=num_items,
         num_slots=num_slots,
+        num_merged=num_merged,
         max_slots=0 if whole else len(plan.request),
         most_states=plan.max_splits,
     )
 
 
-def _write_tables(plan: SplitPlan, flat: Int32Array) -> tuple[int, int]:
-    """Write ``items`` and ``slots`` of a host plan; returns the numbers of items and of slots."""
+def _write_tables(plan: SplitPlan, flat: Int32Array) -> tuple[int, int, int]:
+    """Write the tables of a host plan; returns the numbers of items, slots and merged requests."""
     count, indptr = plan.num_splits, plan.indptr
-    items = flat[: -len(indptr)].reshape(ITEM_FIELDS, -1)
-    slots = flat[-len(indptr) :]
+    items = flat[: -2 * len(indptr)].reshape(ITEM_FIELDS, -1)
+    slots, merged = flat[-2 * len(indptr) :].reshape(2, -1)
     counts = indptr[1:] - indptr[:-1]
     shared = counts > 1
+    which = np.flatnonzero(shared)
+    merged[0] = len(which)
+    merged[1 : 1 + len(which)] = which
+    merged[1 + len(which) :] = -1
     slots[0] = 0
     np.add.accumulate(np.where(shared, counts, 0), out=slots[1:])
     request, start, end = plan.request[:count], plan.start[:count], plan.end[:count]
@@ -174,4 +205,4 @@ def _write_tables(plan: SplitPlan, flat: Int32Array) -> tuple[int, int]:
     idle = np.flatnonzero(counts == 0)
     items[0, count : count + len(idle)] = idle
     items[1:4, count : count + len(idle)] = 0
-    return count + len(idle), int(slots[-1])
+    return count + len(idle), int(slots[-1]), len(which)

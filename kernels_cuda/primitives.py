@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether the kernels run in Triton's interpreter; fixed when triton is imported."""
+_SUMMED_AT_ONCE = tl.constexpr(32)
 
 
 def device_function(function: Callable[..., Any]) -> Any:
@@ -50,6 +51,23 @@ def dot(a, b, acc=None):
         a = _widen_bfloat16(a)
         b = _widen_bfloat16(b)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@device_function
+def score_dot(q, keys):
+    """``q @ keys`` in float32, q [M, D], or 16 bits in several parts [P, M, D].
+
+    Under float32 queries every ``_SUMMED_AT_ONCE`` dims are summed by themselves, as a processor's
+    blocked product does: one sum over D in order loses more bits than float32 answers may.
+    """
+    if q.dtype == tl.float32 and q.shape[len(q.shape) - 1] > _SUMMED_AT_ONCE:
+        blocks: tl.constexpr = q.shape[1] // _SUMMED_AT_ONCE
+        q = tl.permute(tl.reshape(q, (q.shape[0], blocks, _SUMMED_AT_ONCE)), (1, 0, 2))
+        keys = tl.reshape(keys, (blocks, _SUMMED_AT_ONCE, keys.shape[1]))
+        products = tl.sum(dot(q, keys), 0)
+    else:
+        products = dot(q, keys)
+    return products
 
 
 @device_function

@@ -31,6 +31,7 @@ from splitkv.kernels_cuda.primitives import (
     dot,
     down,
     narrow,
+    score_dot,
     turned,
 )
 
@@ -264,7 +265,7 @@ def score_codes(
             wide, zero, zero_strides, request, page, row, kv_head, seen, dim, DIM, KIND
         )
     keys = turned(wide)
-    products = dot(q, keys)
+    products = score_dot(q, keys)
     if KIND == CHANNEL and q.dtype != tl.float32:
         products = dot(rest, keys, products)
     if zero is not None and q.dtype != tl.float32:

@@ -27,6 +27,7 @@ from splitkv.kernels_cuda.primitives import (
     normalise,
     online_softmax,
     rows_of,
+    score_dot,
     span,
     table_entries,
     token_offsets,
@@ -350,7 +351,7 @@ def split_kernel(
                     K_SCALE,
                 )
             else:
-                products = dot(q_tile, turned(keys))
+                products = score_dot(q_tile, turned(keys))
             scores, visible = finish_scores(
                 products,
                 at,

@@ -64,7 +64,7 @@ def tile_for(spec: DecodeSpec) -> Tile:
         return Tile(16, tokens=16, num_warps=warps, num_stages=2)
     if rows == 16:
         tokens = 64 if widest <= 128 and not masked else 32
-        return Tile(16, tokens, num_warps=warps, num_stages=3 if widest <= 128 else 2)
+        return Tile(16, tokens, num_warps=warps, num_stages=3)
     if rows >= 64 and widest == 128 and not (differ or masked or quantised):
         # as on a shared prefix; 64 rows of four warps are what Hopper's warpgroup products take
         return Tile(64, tokens=64, num_warps=4, num_stages=3)

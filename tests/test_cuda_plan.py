@@ -63,6 +63,12 @@ def in_order(plan: DevicePlan) -> np.ndarray:
     return items[:, np.lexsort((items[1], items[0]))]
 
 
+def to_merge(plan: DevicePlan) -> list[int]:
+    """The requests with partial states."""
+    count, *requests = plan.merged.tolist()
+    return requests[:count]
+
+
 def random_lengths(dice: random.Random) -> list[int]:
     top = dice.choice([10, 300, 3000, 40000, 200000])
     batch = dice.choice([1, 2, 3, 5, 17])
@@ -94,6 +100,7 @@ def test_the_device_cuts_as_the_host_does(splits: dict[str, int], seed: int) -> 
         on_host = bind(plan_splits(call.spec, lengths, profile=profile, **splits), DEVICE)
         assert np.array_equal(in_order(on_device), in_order(on_host))
         assert torch.equal(on_device.slots, on_host.slots)
+        assert to_merge(on_device) == to_merge(on_host)
         assert on_host.num_items <= on_device.num_items == on_device.capacity
         assert on_host.num_slots <= on_device.num_slots
 
@@ -107,6 +114,7 @@ def test_a_batch_larger_than_one_chunk_is_cut_alike(monkeypatch: pytest.MonkeyPa
         on_host = bind(plan_splits(call.spec, lengths, profile=H200, **splits), DEVICE)
         assert np.array_equal(in_order(on_device), in_order(on_host))
         assert torch.equal(on_device.slots, on_host.slots)
+        assert to_merge(on_device) == to_merge(on_host)
 
 
 RAGGED = [200_000, *[1024] * 7, 0]
@@ -190,7 +198,22 @@ def test_the_workspace_is_what_the_backend_says() -> None:
     assert sum(
         part.nbytes for part in parts if isinstance(part, torch.Tensor)
     ) == BACKEND.workspace_bytes(plan)
-    assert merge.programs == 3 * 2 * 2
+    assert merge.programs == 2 * 2 * 2, "two requests are split, of two queries and heads"
+
+
+@pytest.mark.parametrize("replaced", [{"_MOST_PROGRAMS": 3}, {"_FEW_ROWS": 0}, {"_CHUNK": 16}])
+def test_bits_of_a_merge_follow_from_its_states_alone(
+    replaced: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [2200, 0, 40, 200]
+    history = random_history(lengths, 1, 64)
+    call = call_of(random_queries(4, 1, 2, 64), history.dense())
+    plan = host_plan(call, lengths, split_size=16)
+    assert plan.max_splits > 32, "the most states of one block"
+    ordinary = decode(call, plan)
+    for name, value in replaced.items():
+        monkeypatch.setattr(f"splitkv.kernels_cuda.merge.{name}", value)
+    assert same_bits(ordinary, decode(call, plan))
 
 
 def test_programs_lie_on_the_axis_without_a_small_limit() -> None:
