@@ -31,7 +31,7 @@ _WIDEST_QUANTISED = 256
 
 _LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """With 100 KB of it in a multiprocessor (CUDA C++ programming guide, compute capabilities): room
-for one program of 65 KB, where 164 KB and more have room for two.
+for one program of up to 75 KB, where 164 KB and more have room for two.
 """
 _WIDEST_WITH_COMPANY = 256
 """Head dims up to which a profile's neighbours share a multiprocessor."""

@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from cuda_calls import BACKEND, DEVICE
 from histories import same_bits
 from splitkv.common.state import PartialState, merge_states_torch, stack_states
+from splitkv.kernels_cuda.primitives import INTERPRETED
 
 
 def states(count: int, *shape: int, seed: int = 0) -> PartialState:
@@ -55,6 +57,35 @@ def test_it_is_the_merge_of_the_formulas(count: int, dim: int) -> None:
         assert (got.double() - wanted).abs().max() <= limit
     assert same_bits(fields(result), fields(merged(stacked)))
     assert same_bits(fields(result), fields(merged([stacked[index] for index in range(count)])))
+
+
+def neighbours_first(terms: torch.Tensor) -> torch.Tensor:
+    """Over the first dimension, a power of two."""
+    while len(terms) > 1:
+        terms = terms[0::2] + terms[1::2]
+    return terms[0]
+
+
+def one_after_another(terms: torch.Tensor) -> torch.Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def test_states_are_added_neighbours_first() -> None:
+    stacked = states(16, 7, 64, seed=5)
+    best = stacked.lse.amax(0)
+    weights = torch.from_numpy(np.exp((stacked.lse - best).numpy()))
+    terms = stacked.out * weights[..., None]
+    result = merged(stacked).out
+    expected = neighbours_first(terms) / neighbours_first(weights)[..., None]
+    if not INTERPRETED.value:  # a GPU fuses products and sums, to other bits
+        torch.testing.assert_close(result, expected)
+        return
+    assert torch.equal(result, expected)
+    other = one_after_another(terms) / one_after_another(weights)[..., None]
+    assert not torch.equal(result, other), "the control: bits tell orders apart"
 
 
 def test_one_state_among_empty_ones_comes_out_bit_for_bit() -> None:
