@@ -6,10 +6,18 @@ from enum import Enum
 
 import torch
 
-from splitkv.common.spec import FLOAT_DTYPES, QUANTISED_DTYPES, DecodeSpec, Layout, ScaleKind
+from splitkv.common.spec import (
+    FLOAT_DTYPES,
+    INT4,
+    QUANTISED_DTYPES,
+    DecodeSpec,
+    Layout,
+    ScaleKind,
+)
 from splitkv.common.support import dtype_name
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES + QUANTISED_DTYPES}
+KV_DTYPES = DTYPES | {"int4": INT4}
 SCALE_KINDS = {kind.name.lower(): kind for kind in ScaleKind}
 DEFAULT_PAGE_SIZE = 16
 
@@ -33,8 +41,8 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="bfloat16", choices=list(DTYPES), help="of q (default bfloat16)")
     add(
         "--kv-dtype",
-        choices=list(DTYPES),
-        help="of the cache (default: q's); uint8: int4 codes, two a byte",
+        choices=list(KV_DTYPES),
+        help="of the cache (default: q's); int4: two codes a byte of torch.uint8",
     )
     add("--queries", type=int, default=1, metavar="S", help="queries per request (default 1)")
     add("--packed-queries", action="store_true", help="ragged queries, at most S per request")
@@ -72,7 +80,7 @@ def spec_from(args: argparse.Namespace) -> DecodeSpec:
         head_dim_v=args.head_dim if args.head_dim_v is None else args.head_dim_v,
         layout=layout,
         dtype=DTYPES[args.dtype],
-        kv_dtype=DTYPES[args.kv_dtype or args.dtype],
+        kv_dtype=KV_DTYPES[args.kv_dtype or args.dtype],
         page_size=page_size,
         num_queries=args.queries,
         packed_queries=args.packed_queries,

@@ -21,11 +21,13 @@ def soc_of(device_name: str) -> Soc | None:
 
 
 def soc_named(name: str) -> Soc:
-    """``Soc`` of its own name or value in any case: A2, 910B, 310P, 950.
+    """``Soc`` of its own name or value in any case (A2, 910B, 310P, 950), or of a device's.
 
     Raises:
         ValueError: there is none; the text lists those there are.
     """
+    if (found := soc_of(name)) is not None:
+        return found
     for soc in Soc:
         if name.upper() in (soc.name, soc.value.upper()):
             return soc

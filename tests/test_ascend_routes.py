@@ -353,7 +353,7 @@ def test_a_named_route_is_that_or_a_refusal() -> None:
 def test_generations_go_by_device_name(device: str, soc: Soc | None) -> None:
     assert soc_of(device) is soc
     if soc is not None:
-        assert soc_named(soc.value) is soc_named(soc.name) is soc
+        assert soc_named(soc.value) is soc_named(soc.name) is soc_named(device) is soc
     else:
         with pytest.raises(ValueError, match="unknown SoC"):
             soc_named(device)

@@ -268,6 +268,9 @@ def test_every_field_of_a_spec_has_a_flag() -> None:
         num_q_heads=32, num_kv_heads=8, head_dim=128, layout=Layout.NHD, page_size=16
     )
     assert spec_from(parser.parse_args(["--layout", "BNSD"])).page_size is None
+    grouped = ["--k-scale", "group", "--v-scale", "group", "--kv-dtype"]
+    for name in ("int4", "uint8"):
+        assert spec_from(parser.parse_args([*grouped, name])).cache_dtype is torch.uint8
 
 
 # plan
