@@ -15,10 +15,10 @@ _SAYS_INT4 = re.compile(r"int4|ScaleKind\.GROUP", re.IGNORECASE)
 
 def files_named(text: str) -> set[str]:
     """Paths of Python files; ``a/{b,c}.py`` are two."""
-    found = set()
-    for folder, names in re.findall(r"`([\w/]+)/(?:\{([\w,]+)\}|\w+)\.py`", text):
-        found |= {f"{folder}/{name}.py" for name in names.split(",") if name}
-    return found | set(re.findall(r"`([\w/]+\.py)`", text))
+    found = set(re.findall(r"`([\w/]+\.py)`", text))
+    for folder, names in re.findall(r"`([\w/]+)/\{([\w,]+)\}\.py`", text):
+        found |= {f"{folder}/{name}.py" for name in names.split(",")}
+    return found
 
 
 def shown() -> set[str]:
